@@ -1,0 +1,45 @@
+# Six verbs run everything. `make serve` and `make test` need nothing but Python 3.11 or newer and a network.
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+MODEL ?= smollm2
+HOST ?= 127.0.0.1
+PORT ?= 8000
+BIN := .venv/bin
+
+.PHONY: serve test check fmt bench docs clean
+
+serve: .venv/installed
+	@exec $(BIN)/tinyloop serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
+
+test: .venv/dev
+	$(BIN)/python -m pytest $(ARGS)
+
+check: .venv/dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+fmt: .venv/dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: .venv/dev
+	$(BIN)/python bench/dispatch.py $(ARGS)
+
+docs: .venv/dev
+	$(BIN)/python docs/check.py
+
+clean:
+	rm -rf .venv build dist *.egg-info
+
+# torch first: with one at hand the package's own range is satisfied and nothing larger is fetched.
+.venv/installed: pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "TinyLoop needs Python 3.11 or newer")'
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q "$(TORCH)"
+	$(BIN)/python -m pip install -q -e .
+	@touch $@
+
+.venv/dev: .venv/installed
+	$(BIN)/python -m pip install -q -e '.[dev]'
+	@touch $@

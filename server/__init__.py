@@ -1,0 +1,1 @@
+"""The TinyLoop service: HTTP routers over one scheduler over one engine."""

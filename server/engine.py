@@ -1,0 +1,174 @@
+"""Engine: a model and its runner behind a few verbs, on a thread of their own. The scheduler is its only caller.
+
+The engine thread is the only one that touches tensors, and only inside `step` and `register_prefix`. Everything else
+is integer work, done between steps by whoever drives the engine. Knows no priorities, deadlines or HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from server.types import GenerationRequest
+from tinyloop.errors import RequestError
+from tinyloop.plan import LoopPlan, make_plan
+from tinyloop.sequence import Lease, Segment, StepReport
+
+if TYPE_CHECKING:
+    from tinyloop.kv.prefix import PrefixPool
+    from tinyloop.model import Model
+    from tinyloop.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What routers may tell a client about the model. `parameters` counts matrices and embeddings."""
+
+    id: str
+    family: str
+    max_context: int
+    min_loops: int
+    max_loops: int
+    default_loops: int
+    trained_loops: int
+    adaptive: bool
+    has_chat_template: bool
+    vocab_size: int
+    dtype: str
+    parameters: int
+    kv_memory: int = 0  # bytes
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A checked request: its tokens, its plan, the pages it may need, and its work in token loops."""
+
+    req: GenerationRequest
+    prompt: tuple[int, ...]
+    plan: LoopPlan
+    pages: int
+    work: int
+
+
+@dataclass(frozen=True)
+class KVUsage:
+    """Pages as they are now. `available` counts neither held nor promised pages."""
+
+    num_pages: int
+    available: int
+    page_size: int
+
+
+class Engine:
+    """The stepping engine. `default_loops` is what a request without `loops` gets (None: the model's own default)."""
+
+    def __init__(self, model: Model, *, default_loops: int | None = None) -> None:
+        self.model = model
+        self.runner = model.runner
+        self.default_loops = make_plan(model.config, loops=default_loops).loops
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
+
+    @classmethod
+    def load(
+        cls, path_or_name: str, *, dtype: str = "auto", kv_memory: int | None = None, default_loops: int | None = None
+    ) -> Engine:
+        """Load a model and put an engine around it. Raises CheckpointError or RequestError."""
+        from tinyloop.model import Model  # here, so that importing the scheduler does not import torch
+
+        return cls(Model.load(path_or_name, dtype=dtype, kv_memory=kv_memory), default_loops=default_loops)
+
+    @property
+    def info(self) -> ModelInfo:
+        config = self.model.config
+        return ModelInfo(
+            id=self.model.name,
+            family=config.family,
+            max_context=config.max_context,
+            min_loops=1,
+            max_loops=config.max_loops,
+            default_loops=self.default_loops,
+            trained_loops=config.trained_loops,
+            adaptive=config.adaptive,
+            has_chat_template=self.tokenizer.chat_template is not None,
+            vocab_size=config.vocab_size,
+            dtype=str(self.model.stack.dtype).removeprefix("torch."),
+            parameters=config.parameters,
+            kv_memory=self.model.kv_memory,
+        )
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.model.tokenizer
+
+    def usage(self) -> KVUsage:
+        pool = self.runner.pool
+        return KVUsage(pool.num_pages, pool.available, self.runner.page_size)
+
+    def prepare(self, req: GenerationRequest) -> Prepared:
+        """Tokenise, fill defaults and check every bound. Raises RequestError naming the field."""
+        _check_mode(req)
+        loops = self.default_loops if req.loops is None else req.loops
+        plan = make_plan(self.model.config, loops=loops, prefill_loops=req.prefill_loops,
+                         exit_threshold=req.exit_threshold, cache_window=req.cache_window)  # fmt: skip
+        prompt = tuple(self.model.encode(req.prompt))
+        new_tokens = 0 if req.mode == "score" else req.max_new_tokens
+        self.runner.check_request(plan, prompt, new_tokens, req.sampling)
+        work = len(prompt) * plan.prefill_loops + new_tokens * plan.loops
+        return Prepared(req, prompt, plan, self.runner.pages_needed(plan, len(prompt) + new_tokens), work)
+
+    def admit(self, prepared: Prepared, pool: PrefixPool | None = None) -> Lease | None:
+        """A lease, or None while there is no room. Never during a step."""
+        req = prepared.req
+        scored = req.mode == "score"
+        return self.runner.admit(
+            prepared.prompt,
+            prepared.plan,
+            max_new_tokens=0 if scored else req.max_new_tokens,
+            sampling=req.sampling,
+            prompt_logprobs=req.prompt_logprobs or 0 if scored else req.prompt_logprobs,
+            pool=pool if req.mode == "generate" else None,
+        )
+
+    def ready(self) -> list[Segment]:
+        """What could step now, oldest lease first."""
+        return self.runner.ready()
+
+    async def step(self, segments: Sequence[Segment]) -> StepReport:
+        """Move the segments by one loop, on the engine thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self.runner.step, segments)
+
+    def release(self, lease: Lease) -> None:
+        """Give back all that a lease holds. Never while a step that holds it is running."""
+        self.runner.release(lease)
+
+    def register_prefix(self, pool: PrefixPool, tokens: Sequence[int], loops: int = 8, cache_window: int = 0) -> int:
+        """Compute a prefix, keep it in `pool`, and return the number of tokens cached. Blocks until it is done.
+
+        Call it from the thread that drives the engine: a step under way is waited for, and none can start meanwhile.
+        """
+        return self._thread.submit(
+            self.model.register_prefix, pool, tokens, loops=loops, cache_window=cache_window
+        ).result()
+
+    def check(self, pool: PrefixPool | None = None) -> None:
+        """Assert that the page accounts balance."""
+        self.runner.check(pool)
+
+    async def start(self) -> None:
+        """Nothing to do: the thread starts with the first step."""
+
+    async def close(self) -> None:
+        """Wait for the step under way and end the thread."""
+        await asyncio.to_thread(self._thread.shutdown, wait=True)
+
+
+def _check_mode(req: GenerationRequest) -> None:
+    if req.mode == "speculative":
+        raise RequestError("mode", "mode speculative is not offered by this engine")
+    if req.mode == "adaptive" and req.exit_threshold is None:
+        raise RequestError("exit_threshold", "mode adaptive needs exit_threshold, above 0 and at most 1")
+    if req.mode != "adaptive" and req.exit_threshold is not None:
+        raise RequestError("exit_threshold", f"exit_threshold needs mode adaptive, got mode {req.mode}")

@@ -1,0 +1,1 @@
+"""The test suite. Tests are named as properties."""

@@ -1,0 +1,126 @@
+"""One row of logits to one token."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tinyloop.errors import RequestError
+from tinyloop.sampling import Sampler, SamplingParams, logprobs_of
+
+rows = st.lists(st.floats(-20, 20, width=32), min_size=2, max_size=40).map(lambda row: np.array(row, np.float32))
+
+
+def draws(logits: list[float], count: int, **params: object) -> list[int]:
+    sampler = Sampler(SamplingParams(seed=1, **params))
+    return [sampler.choose(np.array(logits, np.float32))[0] for _ in range(count)]
+
+
+@given(rows)
+def test_greedy_takes_the_largest(logits: np.ndarray) -> None:
+    assert Sampler(SamplingParams(temperature=0)).choose(logits)[0] == int(logits.argmax())
+
+
+@given(rows, st.floats(0.05, 5), st.floats(0.01, 1), st.integers(0, 5), st.floats(0, 1), st.integers())
+def test_a_drawn_token_is_one_that_the_filters_keep(
+    logits: np.ndarray, temperature: float, top_p: float, top_k: int, min_p: float, seed: int
+) -> None:
+    params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed)
+    token = Sampler(params).choose(logits)[0]
+    probabilities = np.exp((logits.astype(np.float64) - logits.max()) / temperature)
+    above = int((probabilities > probabilities[token]).sum())
+    assert above < (top_k or len(logits))
+    assert probabilities[token] >= min_p * 0.999
+    assert probabilities[probabilities > probabilities[token]].sum() <= top_p * probabilities.sum() * 1.001
+    assert Sampler(params).choose(logits)[0] == token
+
+
+def test_draws_follow_the_distribution() -> None:
+    counts = np.bincount(draws([0.0, math.log(3), -30], 4000, temperature=1.0), minlength=3)
+    assert counts[2] == 0
+    assert counts[1] / 4000 == pytest.approx(0.75, abs=0.03)
+
+
+def test_a_tiny_temperature_is_greedy_and_does_not_overflow() -> None:
+    assert draws([1e4, 9e3, -1e4], 5, temperature=1e-6) == [0] * 5
+
+
+def test_top_p_zero_and_top_k_one_are_greedy() -> None:
+    assert draws([1, 3, 2], 5, top_p=0.0) == draws([1, 3, 2], 5, top_k=1) == [1] * 5
+
+
+def test_top_p_sorts_the_whole_vocabulary_when_the_guess_is_too_small() -> None:
+    flat = [0.0] * 5000
+    assert max(draws(flat, 200, top_p=0.9)) > 3000
+
+
+def test_penalties_lower_what_was_said() -> None:
+    sampler = Sampler(SamplingParams(temperature=0, presence_penalty=2))
+    assert [sampler.choose(np.array([1, 0], np.float32))[0] for _ in range(2)] == [0, 1]
+    sampler = Sampler(SamplingParams(temperature=0, frequency_penalty=0.3))
+    assert [sampler.choose(np.array([1, 0.5], np.float32))[0] for _ in range(4)] == [0, 0, 1, 0]
+    sampler = Sampler(SamplingParams(temperature=0, repetition_penalty=4), prompt=[0])
+    assert [sampler.choose(np.array([1, 0.5], np.float32))[0] for _ in range(2)] == [1, 0]
+    sampler = Sampler(SamplingParams(temperature=0, repetition_penalty=2), prompt=[0])
+    assert sampler.choose(np.array([-1, -1.5], np.float32))[0] == 1
+
+
+def test_bias_forces_and_bans() -> None:
+    assert draws([5, 0, 0], 3, logit_bias={1: 100}) == [1] * 3
+    assert 0 not in draws([5, 0, 0], 50, logit_bias={0: -100})
+
+
+def test_stop_tokens_are_banned_until_min_tokens() -> None:
+    sampler = Sampler(SamplingParams(temperature=0, min_tokens=2), stop_ids=[0])
+    assert [sampler.choose(np.array([9, 1], np.float32))[0] for _ in range(3)] == [1, 1, 0]
+
+
+@given(rows, st.integers(0, 60))
+def test_logprobs_are_the_models_own_and_sorted(logits: np.ndarray, top: int) -> None:
+    got = logprobs_of(logits, 0, top)
+    exact = logits - logits.max() - math.log(np.exp(logits.astype(np.float64) - logits.max()).sum())
+    assert got.chosen == pytest.approx(exact[0], abs=1e-4)
+    assert [value for _, value in got.top] == sorted((value for _, value in got.top), reverse=True)
+    assert len(got.top) == min(top, len(logits))
+    assert all(value == pytest.approx(exact[token], abs=1e-4) for token, value in got.top)
+
+
+def test_logprobs_ignore_temperature_and_bias_and_the_logits_stay_unchanged() -> None:
+    logits = np.array([1, 2, 3], np.float32)
+    sampler = Sampler(SamplingParams(temperature=0, logit_bias={0: 100}, logprobs=1))
+    token, logprobs = sampler.choose(logits)
+    assert token == 0
+    assert logprobs is not None
+    assert logprobs.top[0][0] == 2
+    assert logits.tolist() == [1, 2, 3]
+
+
+def test_logits_that_are_not_numbers_are_an_error() -> None:
+    with pytest.raises(FloatingPointError, match="not numbers"):
+        Sampler(SamplingParams(temperature=0)).choose(np.array([1, math.nan], np.float32))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -1), ("temperature", math.nan), ("temperature", math.inf), ("top_p", 1.1), ("top_p", -1),
+        ("top_k", -1), ("min_p", 2), ("repetition_penalty", 0), ("presence_penalty", 3), ("frequency_penalty", -3),
+        ("logprobs", 100_000), ("min_tokens", -1), ("logit_bias", {1: 101}), ("logit_bias", {1: math.nan}),
+        ("stop", ("",)), ("stop", ("x",) * 65),
+    ],
+)  # fmt: skip
+def test_values_out_of_bounds_name_their_field(field: str, value: object) -> None:
+    with pytest.raises(RequestError, match=field) as caught:
+        SamplingParams(**{field: value})
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("seed", [0, -1, 2**63, 2**64 + 3, 1715852364])
+def test_any_whole_number_is_a_seed(seed: int) -> None:
+    assert Sampler(SamplingParams(seed=seed)).choose(np.zeros(50, np.float32))[0] in range(50)
+
+
+def test_one_stop_string_may_be_given_bare() -> None:
+    assert SamplingParams(stop="end").stop == ("end",)

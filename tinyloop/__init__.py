@@ -1,0 +1,65 @@
+"""TinyLoop: inference for looped language models, with depth as a dial.
+
+    import tinyloop as tl
+
+    model = tl.Model.load("smollm2")
+    print(model.generate("The capital of France is", max_new_tokens=8, loops=2).text)
+
+Names are imported when first used, so that code which only needs integers (the scheduler) never loads torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tinyloop.config import ModelConfig, Retrofit
+    from tinyloop.errors import CheckpointError, ContextOverflow, NeverFits, RequestError, TinyLoopError
+    from tinyloop.kv.prefix import PrefixPool
+    from tinyloop.model import Generation, Model
+    from tinyloop.plan import LoopPlan
+    from tinyloop.sampling import Logprobs, SamplingParams
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "CheckpointError": "errors",
+    "ContextOverflow": "errors",
+    "Generation": "model",
+    "Logprobs": "sampling",
+    "LoopPlan": "plan",
+    "Model": "model",
+    "ModelConfig": "config",
+    "NeverFits": "errors",
+    "PrefixPool": "kv.prefix",
+    "RequestError": "errors",
+    "Retrofit": "config",
+    "SamplingParams": "sampling",
+    "TinyLoopError": "errors",
+}
+__all__ = [
+    "CheckpointError",
+    "ContextOverflow",
+    "Generation",
+    "Logprobs",
+    "LoopPlan",
+    "Model",
+    "ModelConfig",
+    "NeverFits",
+    "PrefixPool",
+    "RequestError",
+    "Retrofit",
+    "SamplingParams",
+    "TinyLoopError",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'tinyloop' has no attribute {name!r}")
+    value = getattr(import_module(f"tinyloop.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,187 @@
+"""Chat messages to token ids through the model's own template. Knows Jinja and control tokens, not HTTP or models.
+
+What a user wrote never becomes a control token: wherever it spells one, a random number stands in while the template
+runs, and that stretch of the result is encoded as plain text.
+"""
+
+import json
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import lru_cache
+from typing import Any
+
+from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from tinyloop.errors import RequestError
+from tinyloop.tokenizer import Tokenizer
+
+MAX_RENDERED = 1 << 24  # characters; far above any context, so only a runaway template meets it
+Message = Mapping[str, Any]
+
+
+def render(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    *,
+    add_generation_prompt: bool = True,
+    tools: Sequence[Message] | None = None,
+    continue_final_message: bool = False,
+) -> list[int]:
+    """Token ids of the conversation. Raises RequestError("messages") if the template is absent or refuses them.
+
+    `add_generation_prompt` opens the assistant's turn; `continue_final_message` leaves the last message open instead.
+    """
+    source = _template_source(tokenizer)
+    if continue_final_message and add_generation_prompt:
+        raise RequestError("messages", "continue_final_message and add_generation_prompt exclude each other")
+    guard = _Guard(tokenizer.control_strings)
+    said = [guard.protect(_with_known_role(message, source)) for message in messages]
+    if continue_final_message:
+        said = _mark_end(said, guard.end_mark)
+    text = _run(
+        source,
+        messages=said,
+        tools=guard.protect(list(tools)) if tools else None,
+        documents=None,
+        add_generation_prompt=add_generation_prompt,
+        **tokenizer.special_tokens,
+    )
+    if continue_final_message:
+        text = _cut_at_mark(text, guard.end_mark)
+    return guard.encode(tokenizer, text)
+
+
+def _template_source(tokenizer: Tokenizer) -> str:
+    if tokenizer.chat_template is None:
+        raise RequestError("messages", "this model has no chat template; send a plain prompt instead")
+    return tokenizer.chat_template
+
+
+def _with_known_role(message: Message, source: str) -> Message:
+    """`developer` is a newer word for `system`; most templates know only that one."""
+    renamed = message.get("role") == "developer" and "developer" not in source
+    return {**message, "role": "system"} if renamed else message
+
+
+class _Guard:
+    """Keeps control tokens that users spell apart from those of the template. One per conversation."""
+
+    def __init__(self, control_strings: Sequence[str]) -> None:
+        # Digits survive what templates do to text: upper, lower, title, trim, tojson.
+        nonce = f"{secrets.randbits(128):039d}"
+        self.end_mark = f"{nonce}99999 "
+        self._control = list(control_strings)
+        self._spelled = re.compile("|".join(map(re.escape, self._control)) or r"(?!)")
+        self._stand_in = re.compile(nonce + r"(\d{5})")
+        self._numbers = {text: f"{nonce}{i:05d}" for i, text in enumerate(self._control)}
+
+    def protect(self, value: Any) -> Any:
+        """`value` with a stand-in for each control string, in all its strings and keys."""
+        if isinstance(value, str):
+            return self._spelled.sub(lambda match: self._numbers[match[0]], value)
+        if isinstance(value, Mapping):
+            return {self.protect(key): self.protect(item) for key, item in value.items()}
+        return [self.protect(item) for item in value] if isinstance(value, list | tuple) else value
+
+    def encode(self, tokenizer: Tokenizer, text: str) -> list[int]:
+        """Ids of rendered text: control tokens where the template wrote them, plain text where a user did."""
+        if not self._stand_in.search(text):
+            return _encode(tokenizer, text, special=True)
+        ids, at = [], 0
+        for match in self._spelled.finditer(text):
+            ids += self._encode_between(tokenizer, text[at : match.start()])
+            ids += _encode(tokenizer, match[0], special=True)
+            at = match.end()
+        return ids + self._encode_between(tokenizer, text[at:])
+
+    def _encode_between(self, tokenizer: Tokenizer, text: str) -> list[int]:
+        restored, found = self._stand_in.subn(lambda match: self._control[int(match[1])], text)
+        return _encode(tokenizer, restored, special=not found)
+
+
+def _encode(tokenizer: Tokenizer, text: str, *, special: bool) -> list[int]:
+    try:
+        return tokenizer.encode(text, special=special)
+    except RequestError as error:
+        raise RequestError("messages", str(error)) from error
+
+
+def _mark_end(messages: list[Message], mark: str) -> list[Message]:
+    """A mark after the last message's text, to find where it ends once it is rendered."""
+    if not messages or not isinstance(messages[-1].get("content"), str):
+        raise RequestError("messages", "continue_final_message needs a last message with text")
+    return [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + mark}]
+
+
+def _cut_at_mark(text: str, mark: str) -> str:
+    at = text.rfind(mark.rstrip())
+    if at < 0:
+        raise RequestError("messages", "the chat template does not show the last message, so it cannot be continued")
+    # The mark ends in a space. If that is gone the template trims messages, and would have trimmed this one.
+    return text[:at] if text.startswith(mark, at) else text[:at].rstrip()
+
+
+# The template engine.
+
+
+class _Refused(TemplateError):
+    """The template itself called raise_exception; its message is meant for the caller."""
+
+
+class _GenerationBlocks(Extension):
+    """`{% generation %}` marks what a model wrote, for training; here its content counts alone."""
+
+    tags = {"generation"}  # noqa: RUF012  (Jinja declares it so)
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return list(parser.parse_statements(("name:endgeneration",), drop_needle=True))
+
+
+def _run(source: str, **variables: Any) -> str:
+    try:
+        return _bounded(_compiled(source), variables)
+    except _Refused as error:
+        raise RequestError("messages", f"the chat template refuses these messages: {str(error)[:200]}") from error
+    except TemplateSyntaxError as error:
+        raise RequestError("messages", f"the model's chat template is broken at line {error.lineno}") from error
+    except RequestError:
+        raise
+    except Exception as error:  # a template is a program: it can fail in any way on messages it does not expect
+        kind = type(error).__name__
+        raise RequestError("messages", f"the model's chat template cannot render these messages ({kind})") from error
+
+
+def _bounded(template: Template, variables: dict[str, Any]) -> str:
+    parts, size = [], 0
+    for part in template.generate(variables):
+        parts.append(part)
+        size += len(part)
+        if size > MAX_RENDERED:
+            raise RequestError("messages", f"the chat template writes more than {MAX_RENDERED} characters")
+    return "".join(parts)
+
+
+@lru_cache(maxsize=16)
+def _compiled(source: str) -> Template:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlocks]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment.from_string(source)
+
+
+def _to_json(value: Any, indent: int | None = None, ensure_ascii: bool = False, **options: Any) -> str:
+    """Jinja's own filter escapes for HTML, which models were not trained on."""
+    return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii, **options)
+
+
+def _refuse(message: str) -> None:
+    raise _Refused(message)

@@ -1,0 +1,125 @@
+"""ModelConfig: the frozen facts of a checkpoint. Families make it from a config.json; all else follows from it."""
+
+from dataclasses import dataclass
+from math import gcd
+from typing import Literal
+
+from tinyloop.errors import CheckpointError
+
+Section = Literal["prelude", "core", "coda"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retrofit:
+    """A training-free loop over an ordinary checkpoint: which layers are the core, and how far each loop moves.
+
+    Loop r (from 0) does `h <- h + decay**-r * (core(h) - h)`, so one loop is the original model exactly. The step
+    depends on the absolute loop only, never on how many loops a request gets.
+    """
+
+    prelude: int
+    core: int
+    decay: float = 4.0
+    default_loops: int = 2
+    max_loops: int = 8
+
+    def __post_init__(self) -> None:
+        if self.prelude < 0 or self.core < 1 or self.decay < 1:
+            raise CheckpointError(f"retrofit needs prelude >= 0, core >= 1 and decay >= 1, got {self}")
+        if not 1 <= self.default_loops <= self.max_loops:
+            raise CheckpointError(f"retrofit needs 1 <= default_loops <= max_loops, got {self}")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How layers are split into sections, and what one KV page covers.
+
+    A page holds `page_size` tokens of `layers_per_page` layers of one plane. That is the whole plane where only the
+    core has layers (Ouro); with a prelude and a coda it is their greatest common divisor, so that any page of the one
+    pool can serve any plane.
+    """
+
+    prelude: int
+    core: int
+    coda: int
+
+    @property
+    def layers(self) -> int:
+        return self.prelude + self.core + self.coda
+
+    @property
+    def layers_per_page(self) -> int:
+        return gcd(self.prelude, self.core, self.coda)
+
+    def span(self, section: Section) -> range:
+        """The layers of a section, by absolute index."""
+        first = {"prelude": 0, "core": self.prelude, "coda": self.prelude + self.core}[section]
+        return range(first, first + getattr(self, section))
+
+    def pages(self, section: Section) -> int:
+        """Pages that `page_size` tokens of one plane of this section take."""
+        return len(self.span(section)) // self.layers_per_page
+
+    def rows(self, loops: int) -> int:
+        """Pages that `page_size` tokens take in all planes at `loops`: the rows of a page table."""
+        return self.pages("prelude") + self.pages("coda") + loops * self.pages("core")
+
+    def first_row(self, section: Section, loop: int = 0) -> int:
+        """Where a plane's rows begin in a page table. The core comes last, so deeper plans only add rows."""
+        if section == "prelude":
+            return 0
+        if section == "coda":
+            return self.pages("prelude")
+        return self.rows(loop)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """What a model is. Sizes in elements, `max_context` in tokens.
+
+    `loop_decay` is the retrofit's step schedule (None: each loop replaces the state). `trained_loops` is the depth the
+    weights were trained at; `adaptive` says whether the checkpoint has an exit signal.
+    """
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_context: int
+    norm_eps: float
+    rope_theta: float
+    tie_embeddings: bool
+    layout: Layout
+    default_loops: int = 1
+    max_loops: int = 1
+    trained_loops: int = 1
+    loop_decay: float | None = None
+    adaptive: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim",
+                     "max_context"):  # fmt: skip
+            if getattr(self, name) < 1:
+                raise CheckpointError(f"config: {name} must be at least 1, got {getattr(self, name)}")
+        if self.num_heads % self.num_kv_heads:
+            raise CheckpointError(
+                f"config: {self.num_heads} attention heads are not a multiple of {self.num_kv_heads} key-value heads"
+            )
+        if self.layout.core < 1 or self.layout.prelude < 0 or self.layout.coda < 0:
+            raise CheckpointError(f"config: the layers do not split into prelude, core and coda: {self.layout}")
+
+    @property
+    def kv_elements(self) -> int:
+        """Elements of K and V that one token keeps in one layer (multiply by the element size)."""
+        return 2 * self.num_kv_heads * self.head_dim
+
+    @property
+    def parameters(self) -> int:
+        """How many weights the matrices and embeddings hold (norms and gates left out)."""
+        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        layer = self.hidden_size * (2 * q + 2 * kv + 3 * self.intermediate_size)
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
+        return layer * self.layout.layers + embeddings

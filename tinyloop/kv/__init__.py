@@ -1,0 +1,1 @@
+"""KV memory: `pages` and `prefix` count and name pages (integers only), `cache` holds the tensors."""

@@ -1,0 +1,64 @@
+"""PagedKV: the tensors behind the pages. Knows no sequences and no plans; a batch tells it which pages and slots."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from tinyloop import kernels
+from tinyloop.config import ModelConfig, Section
+
+if TYPE_CHECKING:
+    from tinyloop.batch import PackedBatch
+
+
+class PagedKV:
+    """Keys and values: `k[layer]`, `v[layer]` are [num_pages, page_size, kv_heads, head_dim].
+
+    `layer` counts the layers inside a page. Memory is zeroed: a masked key weighs nothing only if it is a number. The
+    system hands pages of zeros out lazily, so a large budget costs nothing until it is used.
+    """
+
+    def __init__(self, config: ModelConfig, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device):
+        self.config = config
+        self.page_size = page_size
+        shape = (config.layout.layers_per_page, num_pages, page_size, config.num_kv_heads, config.head_dim)
+        self.k = torch.zeros(shape, dtype=dtype, device=device)
+        self.v = torch.zeros(shape, dtype=dtype, device=device)
+
+    @staticmethod
+    def page_bytes(config: ModelConfig, page_size: int, dtype: torch.dtype) -> int:
+        """Bytes of one page, keys and values together."""
+        return config.layout.layers_per_page * page_size * config.kv_elements * dtype.itemsize
+
+    def attend(self, batch: PackedBatch, section: Section, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Keep the rows' keys and values, then attend over what their segments have in this plane.
+
+        `layer` is the absolute index. `q`: [rows, heads, head_dim]; `k`, `v`: [rows, kv_heads, head_dim]; returns
+        [rows, heads * head_dim].
+        """
+        index = layer - self.config.layout.span(section).start
+        row, inner = divmod(index, self.config.layout.layers_per_page)
+        keys, values = self.k[inner], self.v[inner]
+        kernels.write_rows(keys, batch.slots[row], k)
+        kernels.write_rows(values, batch.slots[row], v)
+        out = q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
+        for read in batch.reads:
+            seen = kernels.gather_pages(keys, read.pages[row]), kernels.gather_pages(values, read.pages[row])
+            queries = q[read.rows].view(*read.shape, *q.shape[1:])
+            out[read.rows] = kernels.attention(queries, *seen, read.mask).view(-1, out.shape[1])
+        return out
+
+    def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy whole pages, for a writer that must not touch a shared one."""
+        self.k[:, targets] = self.k[:, sources]
+        self.v[:, targets] = self.v[:, sources]
+
+    def copy_slots(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy single tokens between planes, all layers of a page at once. Flat slots, [tokens] each."""
+        for cache in (self.k, self.v):
+            flat = cache.view(cache.shape[0], -1, *cache.shape[3:])
+            flat[:, targets] = flat[:, sources]

@@ -1,0 +1,288 @@
+"""Model: load a checkpoint and use it from Python. Thin drivers over `Runner`; the server uses the same runner.
+
+Knows no HTTP and no asyncio. One thread at a time.
+"""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tinyloop import chat, oracle
+from tinyloop.checkpoint import open_checkpoint
+from tinyloop.config import ModelConfig
+from tinyloop.errors import RequestError
+from tinyloop.kv.cache import PagedKV
+from tinyloop.kv.prefix import PrefixPool
+from tinyloop.models.family import Weights
+from tinyloop.models.registry import family_of
+from tinyloop.plan import LoopPlan, make_plan
+from tinyloop.runner import MAX_CHUNK, PAGE_SIZE, Runner
+from tinyloop.sampling import Logprobs, SamplingParams
+from tinyloop.sequence import Lease, TokenEvent
+from tinyloop.stack import LoopedStack
+from tinyloop.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int]
+LEAST_KV_BYTES = 512 * 2**20
+NO_ROOM = "no room in the KV budget while other streams are open"
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A finished answer. `finish_reason` is "stop" or "length"; `loops` is what was run for each answer token."""
+
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: str
+    prompt_tokens: int
+    cached_tokens: int
+    loops: tuple[int, ...]
+    stop_reason: str | int | None = None
+    logprobs: tuple[Logprobs, ...] = ()
+
+
+class Model:
+    """A loaded checkpoint: `config`, `tokenizer`, and the ways to run it. `name` is what it is called in an API."""
+
+    def __init__(
+        self,
+        name: str,
+        stack: LoopedStack,
+        tokenizer: Tokenizer,
+        *,
+        kv_memory: int | None = None,
+        page_size: int = PAGE_SIZE,
+        max_chunk: int = MAX_CHUNK,
+    ) -> None:
+        self.name, self.stack, self.tokenizer = name, stack, tokenizer
+        self.config: ModelConfig = stack.config
+        self.kv_memory = default_kv_memory(stack.config, stack.dtype) if kv_memory is None else kv_memory
+        page_bytes = PagedKV.page_bytes(stack.config, page_size, stack.dtype)
+        num_pages = max(1, self.kv_memory // page_bytes)
+        self.runner = Runner(stack, tokenizer, num_pages=num_pages, page_size=page_size, max_chunk=max_chunk)
+
+    @classmethod
+    def load(
+        cls, path_or_name: str | Path, *, dtype: str = "auto", device: str = "auto", kv_memory: int | None = None
+    ) -> "Model":
+        """Load a directory, a GGUF file, a built-in name ("smollm2") or a Hugging Face hub name ("owner/name").
+
+        `dtype`: "float32", "bfloat16", "float16", or "auto" (bfloat16 where the processor has it). `kv_memory` in
+        bytes. Raises CheckpointError naming what is missing, unknown or broken.
+        """
+        checkpoint = open_checkpoint(path_or_name)
+        family = family_of(checkpoint.config)
+        weights = Weights(checkpoint, pick_dtype(dtype), pick_device(device))
+        stack = LoopedStack(family, family.config(checkpoint.config), weights)
+        checkpoint.finish()
+        return cls(checkpoint.name, stack, checkpoint.tokenizer, kv_memory=kv_memory)
+
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        max_new_tokens: int = 128,
+        loops: int | None = None,
+        prefill_loops: int | None = None,
+        exit_threshold: float | None = None,
+        cache_window: int = 0,
+        sampling: SamplingParams = SamplingParams(),  # noqa: B008 - frozen
+    ) -> Generation:
+        """Answer one prompt (text or token ids). Raises RequestError naming the field that is out of bounds."""
+        plan = make_plan(self.config, loops=loops, prefill_loops=prefill_loops, exit_threshold=exit_threshold,
+                         cache_window=cache_window)  # fmt: skip
+        return self._run([(self.encode(prompt), plan)], max_new_tokens, sampling)[0]
+
+    def generate_batch(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        max_new_tokens: int = 128,
+        loops: int | Sequence[int] | None = None,
+        cache_window: int = 0,
+        sampling: SamplingParams = SamplingParams(),  # noqa: B008 - frozen
+    ) -> list[Generation]:
+        """Answer many prompts in packed steps. `loops`: one depth for all, or one for each prompt."""
+        depths = list(loops) if isinstance(loops, Sequence) else [loops] * len(prompts)
+        if len(depths) != len(prompts):
+            raise RequestError("loops", f"loops holds {len(depths)} depths for {len(prompts)} prompts")
+        plans = [make_plan(self.config, loops=depth, cache_window=cache_window) for depth in depths]
+        jobs = [(self.encode(prompt), plan) for prompt, plan in zip(prompts, plans, strict=True)]
+        return self._run(jobs, max_new_tokens, sampling)
+
+    def generate_with_pool(
+        self,
+        pool: PrefixPool,
+        prompt: Prompt,
+        *,
+        max_new_tokens: int = 128,
+        loops: int | None = None,
+        cache_window: int = 0,
+        sampling: SamplingParams = SamplingParams(),  # noqa: B008 - frozen
+    ) -> Generation:
+        """Like `generate`, but a prefix registered in `pool` is not computed again where that is exact."""
+        plan = make_plan(self.config, loops=loops, cache_window=cache_window)
+        return self._run([(self.encode(prompt), plan)], max_new_tokens, sampling, pool)[0]
+
+    def register_prefix(
+        self, pool: PrefixPool, tokens: Prompt, *, loops: int | None = None, cache_window: int = 0
+    ) -> int:
+        """Compute a prefix and keep it in `pool`; returns the number of tokens cached."""
+        plan = make_plan(self.config, loops=loops, cache_window=cache_window)
+        lease = self._admit(self.encode(tokens), plan, 0, SamplingParams())
+        try:
+            while not lease.finish_reason:
+                self._step(lease)
+            return self.runner.keep_prefix(lease, pool)
+        finally:
+            self.runner.release(lease)
+
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        max_new_tokens: int = 128,
+        loops: int | None = None,
+        prefill_loops: int | None = None,
+        exit_threshold: float | None = None,
+        cache_window: int = 0,
+        sampling: SamplingParams = SamplingParams(),  # noqa: B008 - frozen
+    ) -> Iterator[TokenEvent]:
+        """The tokens of one answer as they are made; `.text` is what became readable with each."""
+        plan = make_plan(self.config, loops=loops, prefill_loops=prefill_loops, exit_threshold=exit_threshold,
+                         cache_window=cache_window)  # fmt: skip
+        lease = self._admit(self.encode(prompt), plan, max_new_tokens, sampling)
+        try:
+            while not lease.finish_reason:
+                yield from self._step(lease)
+        finally:
+            self.runner.release(lease)
+
+    def score(self, prompt: Prompt, loops: int | None = None) -> list[float]:
+        """Log-probabilities of tokens 1, 2, ... of the prompt, each given those before it."""
+        plan = make_plan(self.config, loops=loops)
+        lease = self._admit(self.encode(prompt), plan, 0, SamplingParams(), prompt_logprobs=0)
+        try:
+            while not lease.finish_reason:
+                self._step(lease)
+            return [value.chosen for value in lease.prompt_logprob_values]
+        finally:
+            self.runner.release(lease)
+
+    def oracle(self, prompt: Prompt, loops: int | Sequence[int] | None = None, cache_window: int = 0) -> Tensor:
+        """Logits [tokens, vocab_size] by the slow way that fast paths are compared with."""
+        depth = self.config.default_loops if loops is None else loops
+        return oracle.logits(self.stack, self.encode(prompt), depth, cache_window)
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt given as text or as ids."""
+        if not isinstance(prompt, str):
+            return list(prompt)
+        start = [self.tokenizer.bos_id] if self.tokenizer.add_bos and self.tokenizer.bos_id is not None else []
+        return start + self.tokenizer.encode(prompt)
+
+    def chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """A conversation as a prompt, through the model's chat template."""
+        return chat.render(self.tokenizer, messages)
+
+    def _admit(
+        self,
+        prompt: Sequence[int],
+        plan: LoopPlan,
+        max_new_tokens: int,
+        sampling: SamplingParams,
+        prompt_logprobs: int | None = None,
+    ) -> Lease:
+        """Admit at once or say that there is no room: between calls only open streams hold pages."""
+        lease = self.runner.admit(prompt, plan, max_new_tokens=max_new_tokens, sampling=sampling,
+                                  prompt_logprobs=prompt_logprobs)  # fmt: skip
+        if lease is None:
+            raise RequestError("max_new_tokens", NO_ROOM)
+        return lease
+
+    def _step(self, *leases: Lease) -> Sequence[TokenEvent]:
+        """One step of these leases; other open streams stand still."""
+        return self.runner.step([s for s in self.runner.ready() if s.lease in leases]).tokens
+
+    def _run(
+        self,
+        jobs: Sequence[tuple[list[int], LoopPlan]],
+        max_new_tokens: int,
+        sampling: SamplingParams,
+        pool: PrefixPool | None = None,
+    ) -> list[Generation]:
+        """Admit as many as fit, step them all, and go on with the rest as room comes free."""
+        waiting = list(enumerate(jobs))[::-1]
+        running: dict[Lease, tuple[int, list[TokenEvent]]] = {}
+        answers: dict[int, Generation] = {}
+        try:
+            while waiting or running:
+                while waiting and (lease := self._try_admit(waiting[-1][1], max_new_tokens, sampling, pool, running)):
+                    running[lease] = (waiting.pop()[0], [])
+                for event in self._step(*running):
+                    running[event.lease][1].append(event)
+                for lease in [one for one in running if one.finish_reason]:
+                    index, events = running.pop(lease)
+                    answers[index] = _generation(lease, events)
+                    self.runner.release(lease)
+        finally:
+            for lease in running:
+                self.runner.release(lease)
+        return [answers[i] for i in range(len(jobs))]
+
+    def _try_admit(
+        self,
+        job: tuple[list[int], LoopPlan],
+        max_new_tokens: int,
+        sampling: SamplingParams,
+        pool: PrefixPool | None,
+        running: Mapping[Lease, object],
+    ) -> Lease | None:
+        lease = self.runner.admit(*job, max_new_tokens=max_new_tokens, sampling=sampling, pool=pool)
+        if lease is None and not running:
+            raise RequestError("max_new_tokens", NO_ROOM)
+        return lease
+
+
+def _generation(lease: Lease, events: Sequence[TokenEvent]) -> Generation:
+    return Generation(
+        token_ids=tuple(lease.tokens[lease.prompt_tokens :]),
+        text=lease.text.text,
+        finish_reason=lease.finish_reason or "length",
+        prompt_tokens=lease.prompt_tokens,
+        cached_tokens=lease.cached,
+        loops=tuple(event.loops for event in events),
+        stop_reason=events[-1].stop_reason if events else None,
+        logprobs=tuple(event.logprobs for event in events if event.logprobs),
+    )
+
+
+def pick_dtype(name: str) -> torch.dtype:
+    """ "auto" is bfloat16 where the CPU multiplies it natively, else float32."""
+    if name == "auto":
+        return torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if name not in known:
+        raise RequestError("dtype", f"dtype must be auto or one of {', '.join(known)}, got {name!r}")
+    return known[name]
+
+
+def pick_device(name: str) -> torch.device:
+    """Only the CPU has been built and tested so far."""
+    if name not in ("auto", "cpu"):
+        raise RequestError("device", f"device must be auto or cpu, got {name!r}")
+    return torch.device("cpu")
+
+
+def default_kv_memory(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Bytes: two full contexts at the default depth, at least 512 MiB, at most a quarter of the machine's memory."""
+    layout = config.layout
+    layers = layout.prelude + layout.coda + layout.core * config.default_loops
+    context = config.max_context * layers * config.kv_elements * dtype.itemsize
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(machine // 4, max(LEAST_KV_BYTES, 2 * context))

@@ -1,0 +1,1 @@
+"""The model families: one file each, holding only what differs. `registry` finds the one that fits a checkpoint."""

@@ -1,0 +1,20 @@
+"""From a config.json to its family."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from tinyloop.errors import CheckpointError
+from tinyloop.models.family import Family
+from tinyloop.models.llama import Llama
+from tinyloop.models.ouro import Ouro
+
+FAMILIES: tuple[Family, ...] = (Llama(), Ouro())
+
+
+def family_of(raw: Mapping[str, Any]) -> Family:
+    """The family that reads this config.json. Raises CheckpointError naming the model type and the known ones."""
+    for family in FAMILIES:
+        if raw.get("model_type") in family.model_types:
+            return family
+    known = ", ".join(sorted(name for family in FAMILIES for name in family.model_types))
+    raise CheckpointError(f"unknown architecture: model_type {raw.get('model_type')!r}; known are {known}")

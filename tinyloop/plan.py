@@ -1,0 +1,91 @@
+"""LoopPlan: how deep each token of a request goes, when it may leave early, and where its keys and values live.
+
+Knows layers, loops and pages as integers. Knows no tensors.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from tinyloop.config import Layout, ModelConfig, Section
+from tinyloop.errors import RequestError
+
+
+class Slot(NamedTuple):
+    """Where one layer at one loop keeps its KV: a row of the page table, and the layer inside that page."""
+
+    row: int
+    layer: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopPlan:
+    """Depth of one request. Equal plans may be batched as one homogeneous group.
+
+    Prompt tokens run `prefill_loops`, answer tokens `loops`. With `exit_threshold` an answer token leaves the core at
+    the first loop where its probability of having exited reaches the threshold. A token attends to the `cache_window`
+    most recent tokens, itself included; 0 means all.
+
+    A token that ran fewer loops than a later one keeps its last plane's keys and values in the deeper planes too, so
+    that every plane a loop reads is complete (key-value sharing over depth: Geiping et al. 2025, Zhu et al. 2025).
+    """
+
+    layout: Layout
+    loops: int
+    prefill_loops: int
+    exit_threshold: float | None = None
+    cache_window: int = 0
+
+    @property
+    def depth(self) -> int:
+        """Core planes the request needs."""
+        return max(self.loops, self.prefill_loops)
+
+    @property
+    def rows(self) -> int:
+        """Pages that `page_size` tokens of this request take."""
+        return self.layout.rows(self.depth)
+
+    def slot(self, layer: int, loop: int = 0) -> Slot:
+        """The slot of an absolute layer index at a loop (counted from 0; ignored outside of the core)."""
+        section = self._section(layer)
+        if section == "core" and not 0 <= loop < self.depth:
+            raise IndexError(f"loop {loop} of a plan with {self.depth} core planes")
+        row, inner = divmod(layer - self.layout.span(section).start, self.layout.layers_per_page)
+        return Slot(self.layout.first_row(section, loop) + row, inner)
+
+    def _section(self, layer: int) -> Section:
+        sections: tuple[Section, ...] = ("prelude", "core", "coda")
+        for section in sections:
+            if layer in self.layout.span(section):
+                return section
+        raise IndexError(f"layer {layer} of {self.layout.layers}")
+
+
+def make_plan(
+    config: ModelConfig,
+    *,
+    loops: int | None = None,
+    prefill_loops: int | None = None,
+    exit_threshold: float | None = None,
+    cache_window: int = 0,
+) -> LoopPlan:
+    """A plan within the model's bounds. Raises RequestError that names the field and its bounds."""
+    loops = config.default_loops if loops is None else loops
+    prefill_loops = loops if prefill_loops is None else prefill_loops
+    for name, value in (("loops", loops), ("prefill_loops", prefill_loops)):
+        if not 1 <= value <= config.max_loops:
+            raise RequestError(name, f"{name} must be between 1 and {config.max_loops}, got {value}")
+    if cache_window < 0:
+        raise RequestError("cache_window", f"cache_window must be at least 0, got {cache_window}")
+    if exit_threshold is not None:
+        _check_exit(config, exit_threshold)
+    window = 0 if cache_window >= config.max_context else cache_window
+    return LoopPlan(layout=config.layout, loops=loops, prefill_loops=prefill_loops, exit_threshold=exit_threshold,
+                    cache_window=window)  # fmt: skip
+
+
+def _check_exit(config: ModelConfig, threshold: float) -> None:
+    if not config.adaptive:
+        raise RequestError("exit_threshold", f"exit_threshold: family {config.family} offers no exit signal")
+    if not 0 < threshold <= 1:
+        raise RequestError("exit_threshold", f"exit_threshold must be above 0 and at most 1, got {threshold:g}")

@@ -1,0 +1,168 @@
+"""From one row of logits to one token. Knows nothing of batches, models or torch.
+
+A sequence owns its `Sampler`, and the sampler owns its random numbers: one uniform per sampled token, from a generator
+seeded per request. So the same seed gives the same tokens whatever shares the batch.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tinyloop.errors import RequestError
+
+Logits = NDArray[np.float32]
+MAX_LOGPROBS = 128
+MAX_STOPS = 64
+_NUCLEUS_GUESS = 1024  # top-p looks at this many tokens before it sorts the whole vocabulary
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How tokens are chosen and where the answer stops. Raises RequestError naming the field that is out of bounds.
+
+    temperature 0 is greedy. `top_k` 0 and `min_p` 0 are off. `repetition_penalty` (Keskar et al. 2019) looks at prompt
+    and answer, `presence_penalty` and `frequency_penalty` at the answer only. `logprobs` None: none; n: the chosen
+    token's log-probability and the n most likely ones. Log-probabilities are those of the model itself, before
+    temperature, penalties and bias.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    stop: Sequence[str] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop: bool = False
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        _within("temperature", self.temperature, 0, 100)
+        _within("top_p", self.top_p, 0, 1)
+        _within("top_k", self.top_k, 0, 2**31)
+        _within("min_p", self.min_p, 0, 1)
+        _within("repetition_penalty", self.repetition_penalty, 0.01, 100)
+        _within("presence_penalty", self.presence_penalty, -2, 2)
+        _within("frequency_penalty", self.frequency_penalty, -2, 2)
+        _within("min_tokens", self.min_tokens, 0, 2**31)
+        if self.logprobs is not None:
+            _within("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        for bias in self.logit_bias.values():
+            _within("logit_bias", bias, -100, 100)
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        if len(self.stop) > MAX_STOPS:
+            raise RequestError("stop", f"stop takes at most {MAX_STOPS} strings, got {len(self.stop)}")
+        if not all(self.stop):
+            raise RequestError("stop", "stop strings must not be empty")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+
+def _within(name: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:  # also refuses NaN
+        raise RequestError(name, f"{name} must be between {low:g} and {high:g}, got {value:g}")
+
+
+@dataclass(frozen=True)
+class Logprobs:
+    """Log-probability of the chosen token, and the most likely tokens with theirs, best first."""
+
+    chosen: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Sampler:
+    """Chooses the tokens of one sequence. `stop_ids` are the tokens that end it, banned until `min_tokens`."""
+
+    def __init__(self, params: SamplingParams, prompt: Iterable[int] = (), stop_ids: Iterable[int] = ()) -> None:
+        self.params = params
+        self.stop_ids = tuple(stop_ids)
+        self._rng = np.random.Generator(np.random.Philox(None if params.seed is None else params.seed % 2**64))
+        self._answer: Counter[int] = Counter()
+        self._seen = set(prompt) if params.repetition_penalty != 1 else set()
+
+    def choose(self, logits: Logits) -> tuple[int, Logprobs | None]:
+        """The next token and, if asked for, its log-probabilities. `logits`: [vocab_size], left unchanged."""
+        adjusted = self._adjust(logits)
+        token = int(adjusted.argmax()) if self.params.greedy else self._draw(adjusted)
+        if math.isnan(adjusted[token]):
+            raise FloatingPointError("the model produced logits that are not numbers")
+        logprobs = None if self.params.logprobs is None else logprobs_of(logits, token, self.params.logprobs)
+        self._answer[token] += 1
+        if self.params.repetition_penalty != 1:
+            self._seen.add(token)
+        return token, logprobs
+
+    def _adjust(self, logits: Logits) -> Logits:
+        """Bias, penalties and banned tokens; a copy only where something changes."""
+        params, out = self.params, logits
+        ban = self.stop_ids if self._answer.total() < params.min_tokens else ()
+        penalised = bool(self._answer) and (params.presence_penalty != 0 or params.frequency_penalty != 0)
+        if not (ban or penalised or self._seen or params.logit_bias):
+            return out
+        out = logits.copy()
+        if self._seen:
+            seen = np.fromiter(self._seen, np.int64)
+            scale = np.where(out[seen] > 0, 1 / params.repetition_penalty, params.repetition_penalty)
+            out[seen] *= scale.astype(np.float32)
+        if penalised:
+            tokens = np.fromiter(self._answer.keys(), np.int64)
+            counts = np.fromiter(self._answer.values(), np.float32)
+            out[tokens] -= params.presence_penalty + params.frequency_penalty * counts
+        for token, bias in params.logit_bias.items():
+            out[token] += bias
+        out[list(ban)] = -np.inf
+        return out
+
+    def _draw(self, logits: Logits) -> int:
+        """Inverse-CDF sampling in vocabulary order, so that rounding in the logits rarely changes the outcome."""
+        scaled = (logits.astype(np.float64) - logits.max()) / self.params.temperature
+        weights = _filtered(np.exp(scaled), self.params)
+        cumulative = weights.cumsum()
+        drawn = np.searchsorted(cumulative, self._rng.random() * cumulative[-1], side="right")
+        return int(min(drawn, np.flatnonzero(weights)[-1]))
+
+
+def _filtered(weights: NDArray[np.float64], params: SamplingParams) -> NDArray[np.float64]:
+    """Zero the weights that top-k, min-p (Nguyen et al. 2024) or top-p (Holtzman et al. 2019) leave out."""
+    floor = params.min_p * weights.max()
+    if 0 < params.top_k < len(weights):
+        floor = max(floor, np.partition(weights, -params.top_k)[-params.top_k])
+    if params.top_p < 1:
+        kept = np.where(weights >= floor, weights, 0)
+        floor = max(floor, _nucleus_floor(kept, params.top_p * kept.sum()))
+    return np.where(weights >= floor, weights, 0) if floor > 0 else weights
+
+
+def _nucleus_floor(weights: NDArray[np.float64], mass: float) -> float:
+    """The smallest weight among the fewest largest ones that together reach `mass`."""
+    for count in (min(_NUCLEUS_GUESS, len(weights)), len(weights)):
+        largest = np.sort(np.partition(weights, -count)[-count:])[::-1]
+        reached = int(np.searchsorted(largest.cumsum(), mass))
+        if reached < count:
+            return float(largest[reached])
+    return 0.0
+
+
+def logprobs_of(logits: Logits, token: int, top: int) -> Logprobs:
+    """Log-softmax of one row at `token` and at its `top` largest entries. `logits`: [vocab_size]."""
+    wide = logits.astype(np.float64)
+    wide -= wide.max()
+    wide -= math.log(np.exp(wide).sum())
+    best: list[int] = []
+    if top:
+        largest = np.argpartition(wide, -top)[-top:] if top < len(wide) else np.arange(len(wide))
+        best = largest[np.lexsort((largest, -wide[largest]))].tolist()
+    return Logprobs(float(wide[token]), tuple((i, float(wide[i])) for i in best))

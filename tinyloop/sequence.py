@@ -1,0 +1,103 @@
+"""The values that travel between scheduler and runner: leases, segments, and the report of a step.
+
+Nothing here computes and nothing here knows torch: the scheduler's policy reads these values to decide what steps next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tinyloop.kv.pages import PageTable
+    from tinyloop.plan import LoopPlan
+    from tinyloop.sampling import Logprobs, Sampler
+    from tinyloop.text import TextStream
+
+
+@dataclass(eq=False)
+class Lease:
+    """What an admitted request holds in the runner: its tokens, its pages, and how its answer is made.
+
+    Positions `[0, cached)` came from a prefix. Positions `[cached, planned)` are in segments or done.
+    """
+
+    plan: LoopPlan
+    tokens: list[int]  # prompt, then answer
+    prompt_tokens: int
+    max_new_tokens: int
+    sampler: Sampler
+    text: TextStream
+    pages: PageTable
+    cached: int = 0
+    planned: int = 0
+    prompt_logprobs: int | None = None  # None: not wanted; n: with the n most likely tokens
+    prompt_logprob_values: list[Logprobs] = field(default_factory=list)  # of prompt tokens 1, 2, ...
+    segments: list[Segment] = field(default_factory=list)  # in flight, by position
+    finish_reason: str | None = None
+    released: bool = False
+
+    @property
+    def answer_tokens(self) -> int:
+        return len(self.tokens) - self.prompt_tokens
+
+
+@dataclass(eq=False)
+class Segment:
+    """Consecutive tokens `[start, start + rows)` of one lease that stand at the same depth and move together."""
+
+    lease: Lease
+    start: int
+    rows: int
+    loops: int  # how many it gets
+    loop: int = 0  # how many it has run
+    state: Any = None  # hidden states [rows, hidden_size]; None until it enters the prelude
+    survival: float = 1.0  # probability of not having exited, for the adaptive rule
+
+    @property
+    def end(self) -> int:
+        return self.start + self.rows
+
+    @property
+    def fresh(self) -> bool:
+        """Not yet in the prelude; may still be trimmed."""
+        return self.state is None
+
+    @property
+    def at_boundary(self) -> bool:
+        """Its next step begins with boundary work: prelude if fresh, coda and head if it finished its loops."""
+        return self.state is None or self.loop >= self.loops
+
+    @property
+    def is_prompt(self) -> bool:
+        return self.start < self.lease.prompt_tokens
+
+    def trim(self, rows: int) -> Segment:
+        """Shorten a fresh segment to at most `rows` tokens; what is cut off will be offered again."""
+        assert self.fresh, "a segment in the prelude or beyond cannot be trimmed"
+        self.rows = min(self.rows, rows)
+        return self
+
+
+@dataclass(frozen=True)
+class TokenEvent:
+    """One token of an answer. `finish_reason` is set on the last; `loops` is what was run for it."""
+
+    lease: Lease
+    token_id: int
+    text: str
+    loops: int
+    logprobs: Logprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None  # the stop string or stop token id that ended the answer
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one step did. `finished` are leases that are complete (their last token, if any, is in `tokens`)."""
+
+    tokens: Sequence[TokenEvent] = ()
+    finished: Sequence[Lease] = ()
+    rows: int = 0  # rows that went through the core
+    seconds: float = 0.0
