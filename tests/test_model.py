@@ -1,0 +1,174 @@
+"""The public library: what `import tinyloop as tl` promises."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import tinyloop as tl
+from tests.tiny import write_checkpoint
+from tests.tiny_models import GREEDY, RandomTensors, greedy_by_oracle, raw_config, tiny_model
+from tinyloop.kernels import Linear
+from tinyloop.models.family import Weights
+from tinyloop.models.registry import family_of
+from tinyloop.plan import make_plan
+from tinyloop.stack import LoopedStack
+
+
+def saved_checkpoint(directory: Path, model_type: str = "ouro", **changes: object) -> Path:
+    raw, source = raw_config(model_type, **changes), RandomTensors()
+    family = family_of(raw)
+    LoopedStack(family, family.config(raw), Weights(source, torch.float32, torch.device("cpu")))
+    return write_checkpoint(directory, raw, source.taken)
+
+
+def test_the_public_names_are_chosen() -> None:
+    assert tl.__all__ == [
+        "CheckpointError", "ContextOverflow", "Generation", "Logprobs", "LoopPlan", "Model", "ModelConfig", "NeverFits",
+        "PrefixPool", "RequestError", "Retrofit", "SamplingParams", "TinyLoopError",
+    ]  # fmt: skip
+    for name in tl.__all__:
+        assert getattr(tl, name).__module__.startswith("tinyloop.")
+    assert set(tl.__all__) <= set(dir(tl))
+    with pytest.raises(AttributeError, match="no attribute 'Engine'"):
+        tl.Engine  # noqa: B018
+
+
+def test_importing_the_library_does_not_load_torch() -> None:
+    code = "import sys, tinyloop; tinyloop.PrefixPool(), tinyloop.SamplingParams(); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("model_type", ["ouro", "llama"])
+def test_a_loaded_directory_answers_like_the_weights_it_was_written_from(model_type: str, tmp_path: Path) -> None:
+    loaded = tl.Model.load(saved_checkpoint(tmp_path / "my-model", model_type), dtype="float32", kv_memory=2**22)
+    assert loaded.name == "my-model"
+    answer = loaded.generate([1, 2, 3], max_new_tokens=6, sampling=GREEDY)
+    built = tiny_model(model_type)
+    assert list(answer.token_ids) == greedy_by_oracle(built, [1, 2, 3], 6, built.config.default_loops)
+
+
+def test_a_checkpoint_with_tensors_that_nothing_reads_is_refused(tmp_path: Path) -> None:
+    raw, source = raw_config("llama"), RandomTensors()
+    family = family_of(raw)
+    LoopedStack(family, family.config(raw), Weights(source, torch.float32, torch.device("cpu")))
+    extra = {"model.layers.0.self_attn.q_norm.weight": torch.ones(12)}
+    write_checkpoint(tmp_path / "odd", raw, source.taken | extra)
+    with pytest.raises(tl.CheckpointError, match=r"model\.layers\.0\.self_attn\.q_norm\.weight"):
+        tl.Model.load(tmp_path / "odd")
+
+
+def test_text_goes_in_and_text_comes_out(tmp_path: Path) -> None:
+    model = tiny_model("ouro")
+    answer = model.generate("héllo", max_new_tokens=20, sampling=GREEDY)
+    assert answer.prompt_tokens == len("héllo".encode())
+    assert answer.text == model.tokenizer.decode(answer.token_ids)
+    streamed = list(model.stream("héllo", max_new_tokens=20, sampling=GREEDY))
+    assert "".join(event.text for event in streamed) == answer.text
+    assert streamed[-1].finish_reason == "length"
+    assert [event.finish_reason for event in streamed[:-1]] == [None] * 19
+
+
+def test_a_stop_string_ends_the_answer_before_it() -> None:
+    model = tiny_model("ouro")
+    whole = model.generate([1, 2], max_new_tokens=30, sampling=GREEDY).text
+    stop = whole[6:9]
+    cut = model.generate(
+        [1, 2], max_new_tokens=30, sampling=tl.SamplingParams(temperature=0, ignore_eos=True, stop=stop)
+    )
+    assert cut.text == whole[: whole.index(stop)]
+    assert (cut.finish_reason, cut.stop_reason) == ("stop", stop)
+
+
+def test_a_stop_token_ends_the_answer_and_is_not_in_the_text() -> None:
+    model = tiny_model("ouro")
+    tokens = model.generate([1, 2], max_new_tokens=9, sampling=GREEDY).token_ids
+    sampling = tl.SamplingParams(temperature=0, ignore_eos=True, stop_token_ids=(tokens[4],))
+    cut = model.generate([1, 2], max_new_tokens=9, sampling=sampling)
+    first = tokens.index(tokens[4])
+    assert cut.token_ids == tokens[: first + 1]
+    assert cut.text == model.tokenizer.decode(tokens[:first])
+    assert (cut.finish_reason, cut.stop_reason) == ("stop", tokens[4])
+
+
+def test_logprobs_come_with_every_token() -> None:
+    model = tiny_model("ouro")
+    sampling = tl.SamplingParams(temperature=0, ignore_eos=True, logprobs=2)
+    answer = model.generate([1, 2], max_new_tokens=3, sampling=sampling)
+    expected = model.oracle([1, 2, *answer.token_ids]).log_softmax(-1)
+    for i, (token, got) in enumerate(zip(answer.token_ids, answer.logprobs, strict=True)):
+        assert got.chosen == pytest.approx(float(expected[1 + i, token]), abs=1e-4)
+        assert got.top[0][0] == token
+        assert len(got.top) == 2
+
+
+@pytest.mark.parametrize("model_type", ["ouro", "retrofit"])
+@pytest.mark.parametrize("length", [1, 7, 8, 9])
+def test_an_answer_from_a_registered_prefix_equals_a_cold_one(model_type: str, length: int) -> None:
+    changes = {"tinyloop": {"retrofit": {"prelude": 2, "core": 2}}} if model_type == "retrofit" else {}
+    model = tiny_model("llama" if changes else "ouro", **changes)
+    pool, prefix = tl.PrefixPool(4), list(range(40, 40 + length))
+    assert model.register_prefix(pool, prefix, loops=4) == length
+    for prompt in ([*prefix, 9, 8], prefix):
+        warm = model.generate_with_pool(pool, prompt, max_new_tokens=6, loops=4, sampling=GREEDY)
+        assert warm.cached_tokens == min(length, len(prompt) - 1)
+        assert list(warm.token_ids) == greedy_by_oracle(model, prompt, 6, 4)
+    model.runner.check(pool)
+    pool.clear()
+    model.runner.check()
+    assert model.runner.pool.free == model.runner.pool.num_pages
+
+
+def test_a_prefix_serves_shallower_depths_exactly_where_only_the_core_has_layers() -> None:
+    core_only, pool = tiny_model("ouro"), tl.PrefixPool(4)
+    core_only.register_prefix(pool, list(range(10)), loops=4)
+    for loops, cached in ((1, 10), (2, 10), (4, 10), (5, 0)):
+        warm = core_only.generate_with_pool(pool, [*range(10), 99], max_new_tokens=5, loops=loops, sampling=GREEDY)
+        assert warm.cached_tokens == cached
+        assert list(warm.token_ids) == greedy_by_oracle(core_only, [*range(10), 99], 5, loops)
+    with_coda, pool = tiny_model("llama", tinyloop={"retrofit": {"prelude": 2, "core": 2}}), tl.PrefixPool(4)
+    with_coda.register_prefix(pool, list(range(10)), loops=4)
+    shallower = with_coda.generate_with_pool(pool, [*range(10), 99], max_new_tokens=5, loops=2, sampling=GREEDY)
+    assert shallower.cached_tokens == 0
+
+
+def test_a_windowed_prefix_serves_requests_with_the_same_window() -> None:
+    model, pool = tiny_model("ouro", page_size=2), tl.PrefixPool(4)
+    model.register_prefix(pool, list(range(30)), loops=2, cache_window=6)
+    for prompt in ([*range(30), 99], list(range(30))):
+        warm = model.generate_with_pool(pool, prompt, max_new_tokens=9, loops=2, cache_window=6, sampling=GREEDY)
+        assert warm.cached_tokens == min(30, len(prompt) - 1)
+        assert list(warm.token_ids) == greedy_by_oracle(model, prompt, 9, 2, 6)
+    assert model.generate_with_pool(pool, [*range(30), 9], max_new_tokens=1, loops=2).cached_tokens == 0
+    model.runner.check(pool)
+
+
+def test_two_requests_that_share_a_prefix_do_not_disturb_each_other() -> None:
+    model, pool = tiny_model("ouro"), tl.PrefixPool(4)
+    model.register_prefix(pool, list(range(10)), loops=2)
+    prompts = [[*range(10), 50 + i] for i in range(4)]
+    jobs = [(prompt, make_plan(model.config, loops=2)) for prompt in prompts]
+    got = model._run(jobs, 7, GREEDY, pool)
+    assert [list(g.token_ids) for g in got] == [greedy_by_oracle(model, prompt, 7, 2) for prompt in prompts]
+    model.runner.check(pool)
+
+
+def test_dtypes_and_devices_that_do_not_exist_name_the_field(tmp_path: Path) -> None:
+    path = saved_checkpoint(tmp_path / "m")
+    with pytest.raises(tl.RequestError, match="dtype must be auto or one of"):
+        tl.Model.load(path, dtype="int3")
+    with pytest.raises(tl.RequestError, match="device must be auto or cpu"):
+        tl.Model.load(path, device="tpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 5, 64])
+def test_reordered_weights_multiply_like_plain_ones(dtype: torch.dtype, rows: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight, x = torch.randn(96, 80, generator=generator), torch.randn(rows, 80, generator=generator)
+    expected = x.to(dtype).float() @ weight.to(dtype).float().T
+    got = Linear(weight.to(dtype))(x.to(dtype))
+    tolerance = 1e-4 if dtype == torch.float32 else 0.02 * float(expected.abs().max())
+    assert torch.allclose(got.float(), expected, atol=tolerance)
