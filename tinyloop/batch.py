@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tinyloop.config import Layout, Section
+from tinyloop.config import Layout, ModelConfig, Section
 from tinyloop.sequence import Segment
 
 
@@ -22,7 +22,7 @@ class Read:
     """Segments of equal length whose histories take about as many blocks: one attention call.
 
     `rows` are their rows in the batch, `shape` is (segments, rows of each), `pages` [page rows, segments, blocks], and
-    `mask` [segments, rows of each, keys] is 0 where a row may look and -inf elsewhere.
+    `mask` is 0 where a row may look and -inf elsewhere, shaped as `kernels.attention` takes it.
     """
 
     rows: Tensor | slice
@@ -41,11 +41,15 @@ class PackedBatch:
     reads: tuple[Read, ...]
 
     @classmethod
-    def build(cls, segments: Sequence[Segment], section: Section, layout: Layout, dtype: torch.dtype) -> "PackedBatch":
+    def build(
+        cls, segments: Sequence[Segment], section: Section, config: ModelConfig, dtype: torch.dtype
+    ) -> "PackedBatch":
+        planes = [_planes(segment, section, config.layout) for segment in segments]
         positions = np.concatenate([np.arange(s.start, s.end) for s in segments])
         loops = np.repeat([s.loop for s in segments], [s.rows for s in segments])
-        slots = np.concatenate([_slots(s, _planes(s, section, layout)) for s in segments], axis=1)
-        reads = tuple(_read(group, segments, section, layout, dtype) for group in _groups(segments))
+        slots = np.concatenate([_slots(s, rows) for s, rows in zip(segments, planes, strict=True)], axis=1)
+        shared = config.num_heads // config.num_kv_heads
+        reads = tuple(_read(group, segments, planes, shared, dtype) for group in _groups(segments))
         return cls(torch.from_numpy(positions), torch.from_numpy(loops), torch.from_numpy(slots), reads)
 
 
@@ -83,18 +87,21 @@ def _groups(segments: Sequence[Segment]) -> list[list[int]]:
     return list(groups.values())
 
 
-def _read(group: list[int], segments: Sequence[Segment], section: Section, layout: Layout, dtype: torch.dtype) -> Read:
-    members = [segments[i] for i in group]
-    spans = [_span(s) for s in members]
+def _read(
+    group: Sequence[int], segments: Sequence[Segment], planes: Sequence[slice], shared: int, dtype: torch.dtype
+) -> Read:
+    spans = [_span(segments[i]) for i in group]
     blocks = max(last - first for first, last in spans)
-    pages = [_pages(s, _planes(s, section, layout), span, blocks) for s, span in zip(members, spans, strict=True)]
-    mask = np.stack([_mask(s, span[0], blocks) for s, span in zip(members, spans, strict=True)])
+    pages = [_pages(segments[i], planes[i], span, blocks) for i, span in zip(group, spans, strict=True)]
+    masks = [_mask(segments[i], span[0], blocks) for i, span in zip(group, spans, strict=True)]
     rows = slice(None) if len(group) == len(segments) else _rows(group, segments)
-    shape = (len(group), members[0].rows)
-    return Read(rows, shape, torch.from_numpy(np.stack(pages, axis=1)), torch.from_numpy(mask).to(dtype))
+    shape = (len(group), segments[group[0]].rows)
+    mask = torch.from_numpy(np.stack(masks)).to(dtype)[:, None]
+    mask = mask.repeat(1, 1, shared, 1) if shape[1] > 1 else mask  # a single row is broadcast to its heads
+    return Read(rows, shape, torch.from_numpy(np.stack(pages, axis=1)), mask)
 
 
-def _rows(group: list[int], segments: Sequence[Segment]) -> Tensor:
+def _rows(group: Sequence[int], segments: Sequence[Segment]) -> Tensor:
     starts = np.cumsum([0, *(s.rows for s in segments)])
     return torch.from_numpy(np.concatenate([np.arange(starts[i], starts[i + 1]) for i in group]))
 

@@ -185,7 +185,7 @@ class Runner:
         """One loop for every segment; prompt chunks that need nothing of the boundary end here."""
         if not segments:
             return
-        batch = PackedBatch.build(segments, "core", self.layout, self.stack.dtype)
+        batch = PackedBatch.build(segments, "core", self.stack.config, self.stack.dtype)
         attend = partial(self.kv.attend, batch, "core")
         h = self.stack.core(_states(segments), batch.positions, batch.loops, attend)
         self._keep(segments, h)
@@ -220,7 +220,7 @@ class Runner:
     def _section(self, section: Section, segments: Sequence[Segment], h: Tensor) -> Tensor:
         if not self.layout.span(section):
             return h
-        batch = PackedBatch.build(segments, section, self.layout, self.stack.dtype)
+        batch = PackedBatch.build(segments, section, self.stack.config, self.stack.dtype)
         run = self.stack.prelude if section == "prelude" else self.stack.coda
         return run(h, batch.positions, partial(self.kv.attend, batch, section))
 

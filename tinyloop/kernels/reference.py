@@ -40,16 +40,16 @@ def gather_pages(cache: Tensor, pages: Tensor) -> Tensor:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Grouped-query attention of equal-sized segments.
+    """Grouped-query attention of equal-sized segments; returns [segments, rows, heads * head_dim].
 
-    `q`: [segments, rows, heads, head_dim]; `k`, `v`: [segments, keys, kv_heads, head_dim]; `mask`: [segments, rows,
-    keys], added to the scores. Query heads that share a key head are laid side by side as further rows, so keys are
-    never repeated in memory.
+    `q`: [segments, rows, heads, head_dim]; `k`, `v`: [segments, keys, kv_heads, head_dim]. Query heads that share a
+    key head (`shared` of them) are laid side by side as further rows, so keys are never repeated in memory. `mask` is
+    added to the scores: [segments, 1, shared * rows, keys], or [segments, 1, 1, keys] for single rows.
     """
     segments, rows, heads, head_dim = q.shape
     kv_heads = k.shape[2]
     shared = heads // kv_heads
     q = q.view(segments, rows, kv_heads, shared, head_dim).permute(0, 2, 3, 1, 4)
     q = q.reshape(segments, kv_heads, shared * rows, head_dim)
-    out = F.scaled_dot_product_attention(q, k.transpose(1, 2), v.transpose(1, 2), mask.repeat(1, shared, 1)[:, None])
+    out = F.scaled_dot_product_attention(q, k.transpose(1, 2), v.transpose(1, 2), mask)
     return out.view(segments, kv_heads, shared, rows, head_dim).permute(0, 3, 1, 2, 4).reshape(segments, rows, -1)
