@@ -68,7 +68,7 @@ class GenerationResult:
     loops_granted: int | None = None
     stop_reason: str | int | None = None
     logprobs: tuple[Logprobs, ...] = ()
-    prompt_logprobs: tuple[Logprobs | None, ...] = ()
+    prompt_logprobs: tuple[Logprobs, ...] = ()  # of prompt tokens 1, 2, ...
     timings: Timings = Timings()
 
     @property

@@ -14,8 +14,15 @@ from tinyloop.stack import LoopedStack
 TOKENS = [11, 200, 7, 7, 93, 250, 0, 31]
 
 
-@pytest.mark.parametrize("changes", [{}, {"num_key_value_heads": 4}, {"num_attention_heads": 9, "num_key_value_heads": 3,
-                                      "head_dim": 6}, {"rope_theta": 1e6, "vocab_size": 301}])  # fmt: skip
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"num_key_value_heads": 4},
+        {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 6},
+        {"rope_theta": 1e6, "vocab_size": 301},
+    ],
+)
 @pytest.mark.parametrize("loops", [1, 2, 4, 5])
 def test_logits_equal_a_straightforward_implementation(changes: dict[str, int], loops: int) -> None:
     raw, source = raw_config("ouro", **changes), RandomTensors()

@@ -1,0 +1,148 @@
+"""The FastAPI application and the server that runs it: one middleware, one place where errors become responses.
+
+    app = create_app(Scheduler(engine))
+    uvicorn.run(app)
+
+Knows the scheduler's start, drain and end, and nothing of what it does between.
+"""
+
+import asyncio
+import re
+import signal
+import socket
+import uuid
+from collections.abc import AsyncGenerator, Callable, Collection
+from contextlib import asynccontextmanager
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import uvicorn
+from fastapi import FastAPI
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from server.routers import openai, ops
+from server.routers.shared import error_response, refusal
+from server.settings import Settings
+from server.sse import ClientGone
+from tinyloop import __version__
+
+if TYPE_CHECKING:
+    from server.scheduler import Scheduler
+
+_SANE_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+def create_app(scheduler: "Scheduler", settings: Settings | None = None) -> FastAPI:
+    """An application that starts `scheduler` when it starts, and drains it when it stops."""
+    settings = settings or Settings()
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncGenerator[None, None]:
+        await scheduler.start()
+        try:
+            yield
+        finally:
+            await scheduler.shutdown(drain_timeout_s=settings.drain_timeout_s)
+
+    app = FastAPI(title="TinyLoop", version=__version__, lifespan=lifespan)
+    app.state.scheduler, app.state.settings = scheduler, settings
+    app.include_router(ops.router)
+    app.include_router(openai.router)
+    app.add_exception_handler(HTTPException, _http_error)  # also routes that do not exist
+    app.add_middleware(Envelope, allowed_hosts=settings.allowed_hosts)
+    return app
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    return error_response(error, request.state.request_id, request.app.state.scheduler)
+
+
+class Envelope:
+    """Around everything: the request's id, the Host header, and an answer for whatever was raised."""
+
+    def __init__(self, app: ASGIApp, allowed_hosts: Collection[str] = ()) -> None:
+        self.app, self.allowed_hosts = app, allowed_hosts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        request_id = _request_id(Headers(scope=scope))
+        scope.setdefault("state", {})["request_id"] = request_id
+        started = False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        try:
+            self._check_host(Headers(scope=scope))
+            await self.app(scope, receive, send_with_id)
+        except (ClientGone, ClientDisconnect):
+            return
+        except Exception as error:
+            if started:
+                raise
+            answer = error_response(error, request_id, scope["app"].state.scheduler)
+            await answer(scope, receive, send_with_id)
+
+    def _check_host(self, headers: Headers) -> None:
+        host = re.sub(r":\d+$", "", headers.get("host", ""))
+        if self.allowed_hosts and host not in self.allowed_hosts:
+            raise refusal(403, "host_not_allowed", "this Host header is not served here; see --allowed-host")
+
+
+def _request_id(headers: Headers) -> str:
+    """The caller's, if it is harmless in a header and a log line; else a new one."""
+    given = headers.get("x-request-id", "")
+    return given if _SANE_ID.fullmatch(given) else uuid.uuid4().hex
+
+
+class DrainingServer(uvicorn.Server):
+    """Drains at the first signal and only then stops listening, so that probes and newcomers get an answer, not a
+    reset. Ends at once at the second. `on_start` is told the address."""
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        scheduler: "Scheduler",
+        drain_timeout_s: float,
+        on_start: Callable[[str, int], None] = lambda host, port: None,
+    ) -> None:
+        super().__init__(config)
+        self.scheduler, self.drain_timeout_s, self.on_start = scheduler, drain_timeout_s, on_start
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.drain: asyncio.Task[None] | None = None
+        self.signalled = False
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.loop = asyncio.get_running_loop()
+        if self.started:
+            host, port = self.servers[0].sockets[0].getsockname()[:2]
+            self.on_start(host, port)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.signalled or self.loop is None:
+            signal.signal(sig, signal.SIG_DFL)
+            signal.raise_signal(sig)
+        else:
+            self.signalled = True
+            self.loop.call_soon_threadsafe(self.start_drain)
+
+    def start_drain(self) -> None:
+        assert self.loop is not None
+        self.drain = self.drain or self.loop.create_task(self._drain())
+
+    async def _drain(self) -> None:
+        try:
+            await self.scheduler.shutdown(drain_timeout_s=self.drain_timeout_s)
+        finally:
+            self.should_exit = True

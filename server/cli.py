@@ -1,0 +1,167 @@
+"""The `tinyloop` command: serve, generate, version. Loads torch, uvicorn and the scheduler only when they are needed.
+
+tinyloop serve smollm2 --port 8000
+tinyloop generate "The capital of France is" --loops 2
+"""
+
+import json
+import re
+import socket
+import sys
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tinyloop import __version__
+from tinyloop.errors import TinyLoopError
+
+if TYPE_CHECKING:
+    from server.engine import ModelInfo
+    from server.scheduler import DispatchMode, Scheduler
+    from server.settings import Settings
+    from tinyloop.model import Model
+
+cli = typer.Typer(name="tinyloop", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+CLOSE_S = 5  # how long a client may take to read its last bytes before its connection is cut
+
+
+def main() -> None:
+    """The console script. An error that is meant for people is one line on stderr and exit status 1."""
+    try:
+        cli()
+    except TinyLoopError as error:
+        print(f"tinyloop: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+def _size(text: str) -> int:
+    """Bytes of `2GiB`, `512M`, `1.5g` or a plain number."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", text.strip().lower())
+    if match is None:
+        raise typer.BadParameter(f"{text!r} is not a size; write it as 512MiB or 2GiB")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def _mode(text: str) -> "DispatchMode":
+    from server.scheduler import DispatchMode
+
+    if text not in list(DispatchMode):
+        raise typer.BadParameter(f"{text!r} is not one of {', '.join(DispatchMode)}")
+    return DispatchMode(text)
+
+
+Name = Annotated[str, typer.Argument(metavar="MODEL", help="A bundled name, a folder, a GGUF file or a hub id.")]
+Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+
+
+@cli.command()
+def serve(
+    model: Name = "smollm2",
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
+    dtype: Dtype = "auto",
+    loops: Annotated[int | None, typer.Option(help="Loops of a request that names none.")] = None,
+    dispatch: Annotated[str, typer.Option(help="sequential, homogeneous, interleaved or continuous.")] = "continuous",
+    max_queue_depth: Annotated[int, typer.Option(min=1, help="Requests that may wait.")] = 128,
+    slo_ms: Annotated[float | None, typer.Option(help="Longest predicted wait of a request that sets none.")] = None,
+    kv_memory: Annotated[str | None, typer.Option(help="Memory for keys and values, such as 2GiB.")] = None,
+    max_running: Annotated[int | None, typer.Option(min=1, help="Requests that may run at once.")] = None,
+    drain_timeout: Annotated[float, typer.Option(help="Seconds that running requests get at shutdown.")] = 30.0,
+    allowed_host: Annotated[list[str] | None, typer.Option(help="A further Host header to answer.")] = None,
+) -> None:
+    """Serve a model over HTTP. SIGTERM and Ctrl-C finish what runs; a second one ends at once."""
+    from server.scheduler import Engine, Policy, Scheduler
+    from server.settings import LOOPBACK, Settings
+
+    address = bind(host, port)  # first, so that a taken port is known before a model has been loaded
+    memory = None if kv_memory is None else _size(kv_memory)
+    policy = Policy(_mode(dispatch), max_running=max_running)
+    engine = Engine.load(model, dtype=dtype, kv_memory=memory, default_loops=loops)
+    scheduler = Scheduler(engine, max_queue_depth=max_queue_depth, default_slo_ms=slo_ms, policy=policy)
+    hosts = (*LOOPBACK, *(allowed_host or ())) if host in LOOPBACK else tuple(allowed_host or ())
+    run_server(scheduler, Settings(allowed_hosts=hosts, drain_timeout_s=drain_timeout), address)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """The address, taken but not yet answering. Raises TinyLoopError."""
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((host, port))
+    except OSError as error:
+        bound.close()
+        raise TinyLoopError(f"cannot listen on {host} port {port}: {error.strerror}") from error
+    return bound
+
+
+def run_server(scheduler: "Scheduler", settings: "Settings", address: socket.socket) -> None:
+    """Serve until a signal. Returns after the drain."""
+    import uvicorn
+
+    from server.app import DrainingServer, create_app
+
+    app = create_app(scheduler, settings)
+    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=CLOSE_S)
+    greet = partial(_greet, scheduler)
+    DrainingServer(config, scheduler, settings.drain_timeout_s, on_start=greet).run(sockets=[address])
+
+
+def _greet(scheduler: "Scheduler", host: str, port: int) -> None:
+    print(banner(scheduler.info, host, port), flush=True)
+
+
+def banner(info: "ModelInfo", host: str, port: int) -> str:
+    """What a person needs to know and can paste."""
+    address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    memory = f", {info.kv_memory / (1 << 20):,.0f} MiB for keys and values" if info.kv_memory else ""
+    size = f"{info.parameters / 1e6:,.0f}M parameters in {info.dtype}"
+    message = {"role": "user", "content": "Name the capital of France."}
+    body = {"model": info.id, "messages": [message], "loops": info.default_loops, "temperature": 0}
+    return (
+        f"TinyLoop {__version__} on {address}\n"
+        f"{info.id}: {size}, {info.max_context} tokens of context{memory}\n"
+        f"loops: {info.min_loops} to {info.max_loops}, default {info.default_loops}\n"
+        f"curl {address}/v1/chat/completions -H 'content-type: application/json' -d '{json.dumps(body)}'"
+    )
+
+
+@cli.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The text to continue, or to answer.")],
+    model: Annotated[str, typer.Option(help="A bundled name, a folder, a GGUF file or a hub id.")] = "smollm2",
+    loops: Annotated[int | None, typer.Option(help="Loops per token.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=0, help="Longest answer.")] = 64,
+    temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.")] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
+    dtype: Dtype = "auto",
+    chat: Annotated[bool, typer.Option("--chat/--raw", help="Put the prompt into the chat template.")] = False,
+    stream: Annotated[bool, typer.Option(help="Print tokens as they come.")] = True,
+) -> None:
+    """Generate once and print the answer."""
+    import tinyloop as tl
+
+    loaded = tl.Model.load(model, dtype=dtype)
+    sampling = tl.SamplingParams(temperature=temperature, seed=seed)
+    pieces = _pieces(loaded, prompt, chat, {"max_new_tokens": max_new_tokens, "loops": loops, "sampling": sampling})
+    for piece in pieces if stream else ["".join(pieces)]:
+        print(piece, end="", flush=True)
+    print()
+
+
+def _pieces(model: "Model", prompt: str, chat: bool, options: dict[str, Any]) -> Iterator[str]:
+    tokens: Any = model.chat([{"role": "user", "content": prompt}]) if chat else prompt
+    for chunk in model.stream(tokens, **options):
+        yield chunk.text
+
+
+@cli.command()
+def version() -> None:
+    """Print the version."""
+    print(__version__)
+
+
+if __name__ == "__main__":
+    main()

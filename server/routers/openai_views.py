@@ -1,0 +1,255 @@
+"""How generations look in the OpenAI endpoints, whole and as a stream of chunks. Knows no scheduler and awaits nothing.
+
+A view belongs to one HTTP request. Its choices are numbered prompt by prompt: choice `i` answers prompt `i // n`.
+"""
+
+import codecs
+import json
+import math
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from server.schemas import openai_answers as shapes
+from server.sse import event
+from server.types import GenerationChunk, GenerationResult
+
+if TYPE_CHECKING:
+    from tinyloop.sampling import Logprobs
+    from tinyloop.tokenizer import Tokenizer
+
+LOGPROB_FLOOR = -9999.0  # JSON has no -inf
+DONE = event("[DONE]")
+
+
+def finite(logprob: float) -> float:
+    return logprob if math.isfinite(logprob) else LOGPROB_FLOOR
+
+
+def spelling(tokenizer: "Tokenizer", token_id: int) -> tuple[bytes, str]:
+    """A token's bytes and how they are shown: as text, or spelled out where they are only part of a character."""
+    if token_id >= tokenizer.vocab_size:  # rows that pad the head's matrix have no token
+        return b"", ""
+    raw = tokenizer.token_bytes(token_id)
+    try:
+        return raw, raw.decode()
+    except UnicodeDecodeError:
+        return raw, "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+class TextOffsets:
+    """Where each token of a choice begins in its text, in characters, also when a character spans several tokens."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._length = 0
+
+    def next(self, raw: bytes) -> int:
+        start = self._length
+        self._length += len(self._decoder.decode(raw))
+        return start
+
+
+@dataclass(kw_only=True)
+class View:
+    """What both endpoints share. `prompts`: token ids, one tuple per prompt; `n` choices for each."""
+
+    kind: ClassVar[str]
+    chunk_kind: ClassVar[str]
+    id_prefix: ClassVar[str]
+
+    model: str
+    tokenizer: "Tokenizer"
+    prompts: Sequence[tuple[int, ...]]
+    n: int = 1
+    logprobs: bool = False
+    include_usage: bool = False
+    running_usage: bool = False
+    service_tier: str = "default"
+    id: str = ""
+    created: int = field(default_factory=lambda: int(time.time()))
+    _streamed: int = 0  # tokens so far, for the running usage
+
+    def __post_init__(self) -> None:
+        self.id = self.id or f"{self.id_prefix}{uuid.uuid4().hex}"
+
+    def whole(self, results: Sequence[GenerationResult]) -> dict[str, Any]:
+        """The body of an answer that is not streamed."""
+        return self._frame(self.kind) | {
+            "choices": [self.choice(index, result).model_dump() for index, result in enumerate(results)],
+            "usage": self.usage(results).model_dump(),
+            "tinyloop": loop_report(results).model_dump(),
+        }
+
+    def choice(self, index: int, result: GenerationResult) -> shapes.ChatChoice | shapes.CompletionChoice:
+        raise NotImplementedError
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        """What a choice's first chunk holds before any token."""
+        raise NotImplementedError
+
+    def delta(self, index: int, chunk: GenerationChunk) -> dict[str, Any] | None:
+        """What one token adds to its choice; None for nothing that shows."""
+        raise NotImplementedError
+
+    def closing(self, index: int, result: GenerationResult) -> dict[str, Any]:
+        """A choice's last chunk, the only one with a finish reason."""
+        raise NotImplementedError
+
+    def chunk(self, choice: dict[str, Any]) -> str:
+        """One choice's chunk as an event."""
+        usage = self._usage(self._streamed, 0).model_dump() if self.running_usage else None
+        return self._event([choice], {"usage": usage} if self.include_usage else {})
+
+    def usage_chunk(self, results: Sequence[GenerationResult]) -> str:
+        report = loop_report(results).model_dump()
+        return self._event([], {"usage": self.usage(results).model_dump(), "tinyloop": report})
+
+    def usage(self, results: Sequence[GenerationResult]) -> shapes.Usage:
+        """A prompt counts once, however many choices it has."""
+        cached = sum(result.cached_tokens for result in results[:: self.n])
+        return self._usage(sum(len(result.token_ids) for result in results), cached)
+
+    def _usage(self, completion: int, cached: int) -> shapes.Usage:
+        prompt = sum(len(tokens) for tokens in self.prompts)
+        return shapes.Usage(
+            prompt_tokens=prompt,
+            completion_tokens=completion,
+            total_tokens=prompt + completion,
+            prompt_tokens_details=shapes.PromptDetails(cached_tokens=cached),
+        )
+
+    def _frame(self, kind: str) -> dict[str, Any]:
+        tier = {"service_tier": self.service_tier}
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model} | tier
+
+    def _event(self, choices: list[dict[str, Any]], more: dict[str, Any]) -> str:
+        body = self._frame(self.chunk_kind) | {"choices": choices} | more
+        return event(json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":")))
+
+
+class ChatView(View):
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+    id_prefix = "chatcmpl-"
+
+    def choice(self, index: int, result: GenerationResult) -> shapes.ChatChoice:
+        logprobs = None
+        if self.logprobs:
+            pairs = zip(result.token_ids, result.logprobs, strict=False)
+            logprobs = shapes.ChatLogprobs(content=[self._logprob(*pair) for pair in pairs])
+        return shapes.ChatChoice(
+            index=index,
+            message=shapes.Answer(content=result.text),
+            logprobs=logprobs,
+            finish_reason=result.finish_reason,
+            stop_reason=result.stop_reason,
+        )
+
+    def opening(self, index: int) -> dict[str, Any]:
+        return self._delta(index, {"role": "assistant", "content": ""})
+
+    def delta(self, index: int, chunk: GenerationChunk) -> dict[str, Any] | None:
+        self._streamed += 1
+        if not self.logprobs or chunk.logprobs is None:
+            return self._delta(index, {"content": chunk.text}) if chunk.text else None
+        logprobs = shapes.ChatLogprobs(content=[self._logprob(chunk.token_id, chunk.logprobs)])
+        return self._delta(index, {"content": chunk.text}, logprobs=logprobs.model_dump())
+
+    def closing(self, index: int, result: GenerationResult) -> dict[str, Any]:
+        return self._delta(index, {}, finish_reason=result.finish_reason, stop_reason=result.stop_reason)
+
+    def _delta(self, index: int, delta: dict[str, Any], **more: Any) -> dict[str, Any]:
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None} | more
+
+    def _logprob(self, token_id: int, logprobs: "Logprobs") -> shapes.ChosenLogprob:
+        top = [shapes.TokenLogprob(**self._token(i, logprob)) for i, logprob in logprobs.top]
+        return shapes.ChosenLogprob(**self._token(token_id, logprobs.chosen), top_logprobs=top)
+
+    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        raw, token = spelling(self.tokenizer, token_id)
+        return {"token": token, "logprob": finite(logprob), "bytes": list(raw)}
+
+
+@dataclass(kw_only=True)
+class CompletionView(View):
+    kind = "text_completion"
+    chunk_kind = "text_completion"
+    id_prefix = "cmpl-"
+
+    echoes: Sequence[str] = ()  # the prompts' texts, if they are to be repeated
+    _offsets: dict[int, TextOffsets] = field(default_factory=dict)
+
+    def choice(self, index: int, result: GenerationResult) -> shapes.CompletionChoice:
+        return shapes.CompletionChoice(
+            index=index,
+            text=self._echo(index) + result.text,
+            logprobs=self._logprobs(index, self._scored(index, result)) if self.logprobs else None,
+            finish_reason=result.finish_reason,
+            stop_reason=result.stop_reason,
+        )
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        return self._delta(index, self._echo(index)) if self.echoes else None
+
+    def delta(self, index: int, chunk: GenerationChunk) -> dict[str, Any] | None:
+        self._streamed += 1
+        if not self.logprobs or chunk.logprobs is None:
+            return self._delta(index, chunk.text) if chunk.text else None
+        logprobs = self._logprobs(index, [(chunk.token_id, chunk.logprobs)])
+        return self._delta(index, chunk.text, logprobs=logprobs.model_dump())
+
+    def closing(self, index: int, result: GenerationResult) -> dict[str, Any]:
+        return self._delta(index, "", finish_reason=result.finish_reason, stop_reason=result.stop_reason)
+
+    def _delta(self, index: int, text: str, **more: Any) -> dict[str, Any]:
+        return {"index": index, "text": text, "logprobs": None, "finish_reason": None} | more
+
+    def _echo(self, index: int) -> str:
+        return self.echoes[index // self.n] if self.echoes else ""
+
+    def _scored(self, index: int, result: GenerationResult) -> Iterator[tuple[int, "Logprobs | None"]]:
+        """Tokens with their log-probabilities: the prompt's, if it is echoed, then the answer's."""
+        if self.echoes:
+            first, *rest = self.prompts[index // self.n]
+            yield first, None
+            yield from zip(rest, result.prompt_logprobs, strict=True)
+        yield from zip(result.token_ids, result.logprobs, strict=False)
+
+    def _logprobs(self, index: int, scored: Iterable[tuple[int, "Logprobs | None"]]) -> shapes.CompletionLogprobs:
+        offsets = self._offsets.setdefault(index, TextOffsets())
+        out = shapes.CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
+        for token_id, logprobs in scored:
+            out.tokens.append(spelling(self.tokenizer, token_id)[1])
+            out.token_logprobs.append(None if logprobs is None else finite(logprobs.chosen))
+            out.top_logprobs.append(None if logprobs is None else self._top(token_id, logprobs))
+            raw = spelling(self.tokenizer, token_id)[0]
+            out.text_offset.append(offsets.next(b"" if self.tokenizer.is_special(token_id) else raw))
+        return out
+
+    def _top(self, token_id: int, logprobs: "Logprobs") -> dict[str, float]:
+        """The likeliest tokens and the chosen one. Of tokens that read the same, the likelier counts."""
+        top: dict[str, float] = {}
+        for i, logprob in (*logprobs.top, (token_id, logprobs.chosen)):
+            top.setdefault(spelling(self.tokenizer, i)[1], finite(logprob))
+        return top
+
+
+def loop_report(results: Sequence[GenerationResult]) -> shapes.LoopReport:
+    """Of several choices, the shallowest and the slowest."""
+    first = min(results, key=lambda result: result.loops_granted or 0)
+    waits = [result.timings.first_token_s for result in results if result.timings.first_token_s is not None]
+    return shapes.LoopReport(
+        loops_requested=first.loops_requested,
+        loops_granted=first.loops_granted,
+        degraded=any(result.degraded for result in results if result.loops_granted is not None),
+        queue_ms=_ms(max(result.timings.queued_s for result in results)),
+        ttft_ms=_ms(max(waits)) if waits else None,
+        total_ms=_ms(max(result.timings.total_s for result in results)),
+    )
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1000, 3)

@@ -1,0 +1,57 @@
+"""Probes, metrics and the version: what operators and their machines ask. None of it waits for the engine."""
+
+from typing import TYPE_CHECKING
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, PlainTextResponse
+
+from server.routers.shared import scheduler_of
+from tinyloop import __version__
+
+if TYPE_CHECKING:
+    from server.engine import ModelInfo
+
+router = APIRouter()
+EXPOSITION = "text/plain; version=0.0.4; charset=utf-8"
+
+
+@router.get("/health")
+@router.get("/v1/health")
+async def health(request: Request) -> JSONResponse:
+    """200 while the process can do work, else 503: restart it."""
+    scheduler = scheduler_of(request)
+    if scheduler.healthy:
+        return JSONResponse({"status": "ok"})
+    return _unavailable("unhealthy", scheduler.unhealthy_reason or "the scheduler is not running")
+
+
+@router.get("/ready")
+async def ready(request: Request) -> JSONResponse:
+    """200 while new requests are taken, else 503: send them elsewhere."""
+    scheduler = scheduler_of(request)
+    if scheduler.draining:
+        return _unavailable("draining", "the server is shutting down")
+    return JSONResponse({"status": "ready"}) if scheduler.healthy else await health(request)
+
+
+def _unavailable(status: str, reason: str) -> JSONResponse:
+    return JSONResponse({"status": status, "reason": reason}, status_code=503)
+
+
+@router.get("/metrics")
+async def metrics(request: Request) -> PlainTextResponse:
+    scheduler = scheduler_of(request)
+    return PlainTextResponse(scheduler.metrics_text(extra_lines=_model_lines(scheduler.info)), media_type=EXPOSITION)
+
+
+def _model_lines(info: "ModelInfo") -> list[str]:
+    """Gauges that belong to the model and not to the scheduler."""
+    loops = {"min": info.min_loops, "max": info.max_loops, "default": info.default_loops, "trained": info.trained_loops}
+    name = "tinyloop_model_loops"
+    head = [f"# HELP {name} Loops that a request may ask for, and gets if it does not.", f"# TYPE {name} gauge"]
+    return head + [f'{name}{{bound="{bound}"}} {value}' for bound, value in loops.items()]
+
+
+@router.get("/version")
+async def version() -> dict[str, str]:
+    return {"version": __version__}

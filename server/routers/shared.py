@@ -1,0 +1,173 @@
+"""What the routers share: reading a body, handing generations to the scheduler without losing one, and errors.
+
+Work is handed over as a `Job`; whoever leaves early cancels all of it. Knows no API's answers; of their errors, only
+the OpenAI shape, which is also how everything outside of any API fails.
+"""
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from fastapi import HTTPException, Request
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException as RoutingError
+
+from server.errors import EngineError, HttpError, SchedulerShutdown, http_error
+from server.settings import Settings
+from server.sse import stop
+from server.types import GenerationRequest, GenerationResult
+
+if TYPE_CHECKING:
+    from server.scheduler import ChunkStream, Scheduler
+
+T = TypeVar("T")
+log = logging.getLogger("tinyloop")
+LONG_TEXT = 2_000  # characters; tokenising more than this would hold up the event loop
+
+
+@dataclass(frozen=True)
+class Job:
+    """The generations of one HTTP request, admitted together or not at all."""
+
+    requests: Sequence[GenerationRequest]
+    priority: int = 0
+    slo_ms: float | None = None
+
+
+def scheduler_of(request: Request) -> "Scheduler":
+    return cast("Scheduler", request.app.state.scheduler)
+
+
+def settings_of(request: Request) -> Settings:
+    return cast(Settings, request.app.state.settings)
+
+
+def refusal(status: int, code: str, message: str, param: str | None = None, **headers: str) -> HTTPException:
+    """What HTTP itself is refused for, in the shape of an OpenAI error."""
+    error = {"message": message, "type": "invalid_request_error", "param": param, "code": code}
+    return HTTPException(status, detail=error, headers=headers)
+
+
+async def read_json(request: Request) -> bytes:
+    """The raw body. Raises HTTPException 415 for another media type and 413 for too many bytes."""
+    media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media != "application/json":  # what a browser sends across sites without asking is never JSON
+        raise refusal(415, "unsupported_media_type", "the content type must be application/json")
+    limit = settings_of(request).max_body_bytes
+    declared = request.headers.get("content-length", "0")
+    raw = bytearray()
+    if not declared.isdecimal() or int(declared[:20]) <= limit:
+        async for piece in request.stream():
+            raw += piece
+            if len(raw) > limit:
+                break
+        else:
+            return bytes(raw)
+    raise refusal(413, "request_too_large", f"the body must not be larger than {limit} bytes", connection="close")
+
+
+async def off_loop(characters: int, work: Callable[[], T]) -> T:
+    """The result of `work`, in a thread if it has much text to go through: probes must not wait for it."""
+    return await asyncio.to_thread(work) if characters > LONG_TEXT else work()
+
+
+async def run_all(scheduler: "Scheduler", job: Job) -> list[GenerationResult]:
+    """All results, in order. The first failure ends the rest."""
+    tasks = [asyncio.create_task(_run(scheduler, job, request)) for request in job.requests]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        await stop(*tasks)
+
+
+async def _run(scheduler: "Scheduler", job: Job, request: GenerationRequest) -> GenerationResult:
+    try:
+        return await scheduler.submit(request, priority=job.priority, slo_ms=job.slo_ms)
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise dropped() from None
+
+
+async def open_streams(scheduler: "Scheduler", job: Job) -> "list[ChunkStream]":
+    """All streams, admitted. If one is refused, those before it are given back."""
+    streams: list[ChunkStream] = []
+    try:
+        for request in job.requests:
+            streams.append(scheduler.submit_stream(request, priority=job.priority, slo_ms=job.slo_ms))
+    except BaseException:
+        await close_all(streams)
+        raise
+    return streams
+
+
+async def close_all(streams: "Sequence[ChunkStream]") -> None:
+    for stream in streams:
+        await stream.aclose()
+
+
+def dropped() -> SchedulerShutdown:
+    """A generation was cancelled and not by its caller: the server is going down."""
+    return SchedulerShutdown("the server is shutting down")
+
+
+def granted_loops(stream: "ChunkStream", default: int) -> int:
+    """The loops a stream was admitted with, which may be fewer than it asked for."""
+    prepared = stream.request.prepared
+    return (stream.request.req.loops or default) if prepared is None else prepared.plan.loops
+
+
+_TYPES = {"queue_full": "rate_limit_error", "slo_unattainable": "rate_limit_error"}
+_CODES = {"invalid_request": "invalid_value"}
+
+
+def error_body(error: Exception, request_id: str) -> dict[str, Any]:
+    """An error as the OpenAI API shows it."""
+    known = _logged(error, request_id)
+    kind = {4: "invalid_request_error", 5: "server_error"}[known.status // 100]
+    if known.status == 503:
+        kind = _TYPES.get(known.code, "unavailable_error")
+    code = getattr(error, "code", None) or _CODES.get(known.code, known.code)
+    return {"error": {"message": known.message, "type": kind, "param": known.field or None, "code": code}}
+
+
+def _logged(error: Exception, request_id: str) -> HttpError:
+    """What is known of an error. One that nobody raised on purpose is logged, and its message stays here."""
+    known = http_error(error)
+    if known.status != 500 or isinstance(error, EngineError):
+        return known
+    log.error("request %s failed", request_id, exc_info=error)
+    return HttpError(500, known.code, f"internal error, id {request_id}")
+
+
+def error_response(error: Exception, request_id: str, scheduler: "Scheduler") -> JSONResponse:
+    """The answer to a request that failed before its first byte."""
+    if isinstance(error, RoutingError):
+        return _routing_error(error)
+    known = http_error(error)
+    headers = {}
+    if known.status == 503:
+        headers["retry-after"] = str(known.retry_after_s or _queue_seconds(scheduler))
+    if known.status == 500:
+        headers["x-should-retry"] = "false"
+    return JSONResponse(error_body(error, request_id), known.status, headers)
+
+
+def _routing_error(error: RoutingError) -> JSONResponse:
+    detail: Any = error.detail
+    if not isinstance(detail, dict):
+        code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "invalid_request")
+        detail = {"message": str(detail), "type": "invalid_request_error", "param": None, "code": code}
+    return JSONResponse({"error": detail}, error.status_code, error.headers)
+
+
+def _queue_seconds(scheduler: "Scheduler") -> int:
+    """How long the present queue takes to pass, by the measured rate; at least a second."""
+    state = scheduler.snapshot()
+    waves: float = (state["queue_depth"] + 1) / max(state["in_flight"], 1)
+    dispatch_ms: float = state["ema_dispatch_ms"] or 0
+    return max(1, math.ceil(waves * dispatch_ms / 1000))

@@ -1,0 +1,128 @@
+"""What the OpenAI endpoints answer, as the published clients read it; `tinyloop` objects are this server's own."""
+
+from typing import Literal
+
+from pydantic import BaseModel
+
+from server.types import FinishReason
+
+
+class PromptDetails(BaseModel):
+    cached_tokens: int = 0
+
+
+class CompletionDetails(BaseModel):
+    reasoning_tokens: int = 0
+
+
+class Usage(BaseModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails = PromptDetails()
+    completion_tokens_details: CompletionDetails = CompletionDetails()
+
+
+class LoopReport(BaseModel):
+    """What depth the answer was given at and how long it took, in milliseconds from arrival."""
+
+    loops_requested: int | None
+    loops_granted: int | None
+    degraded: bool
+    queue_ms: float
+    ttft_ms: float | None
+    total_ms: float
+
+
+class TokenLogprob(BaseModel):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChosenLogprob(TokenLogprob):
+    top_logprobs: list[TokenLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    content: list[ChosenLogprob]
+    refusal: None = None
+
+
+class CompletionLogprobs(BaseModel):
+    """Arrays of one length. The first token of an echoed prompt has no probability: None."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class Answer(BaseModel):
+    role: Literal["assistant"] = "assistant"
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(BaseModel):
+    index: int
+    message: Answer
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+    stop_reason: str | int | None = None
+
+
+class CompletionChoice(BaseModel):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason | None
+    stop_reason: str | int | None = None
+
+
+class ChatCompletion(BaseModel):
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    service_tier: str = "default"
+    choices: list[ChatChoice]
+    usage: Usage
+    tinyloop: LoopReport
+
+
+class Completion(BaseModel):
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+    tinyloop: LoopReport
+
+
+class LoopRange(BaseModel):
+    min: int
+    max: int
+    default: int
+    trained: int
+    adaptive: bool
+
+
+class ModelDepth(BaseModel):
+    loops: LoopRange
+    reasoning_effort_map: dict[str, int]
+
+
+class ModelCard(BaseModel):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "tinyloop"
+    max_model_len: int
+    tinyloop: ModelDepth
+
+
+class ModelList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[ModelCard]

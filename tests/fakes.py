@@ -1,0 +1,187 @@
+"""Engines without a model, and a clock that only moves when told. No torch, no threads, no real time."""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+from server.engine import KVUsage
+from server.types import GenerationChunk, GenerationRequest, GenerationResult
+from tinyloop.errors import NeverFits, RequestError
+from tinyloop.sequence import Lease, Segment, StepReport, TokenEvent
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+
+
+async def settle() -> None:
+    """Let everything happen that can happen without time passing."""
+    for _ in range(50):
+        await asyncio.sleep(0)
+
+
+class GeneratingEngine:
+    """The seed's engine. A call waits for `gate`, takes `seconds`, then gives `tokens` or the next of `errors`."""
+
+    def __init__(self, clock: Clock | None = None, tokens: int = 3, seconds: float = 1.0) -> None:
+        self.clock, self.tokens, self.seconds = clock or Clock(), tokens, seconds
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.calls: list[GenerationRequest] = []
+        self.pooled: list[GenerationRequest] = []
+        self.errors: deque[BaseException] = deque()
+
+    async def generate(self, req: GenerationRequest) -> GenerationResult:
+        self.calls.append(req)
+        await self.gate.wait()
+        self.clock.advance(self.seconds)
+        if self.errors:
+            raise self.errors.popleft()
+        return GenerationResult(tuple(range(self.tokens)), "x" * self.tokens, prompt_tokens=len(req.prompt))
+
+    async def generate_stream(self, req: GenerationRequest) -> AsyncIterator[GenerationChunk]:
+        self.calls.append(req)
+        for token in range(self.tokens):
+            await asyncio.sleep(0)
+            await self.gate.wait()
+            self.clock.advance(self.seconds)
+            yield GenerationChunk(token, "x")
+        if self.errors:
+            raise self.errors.popleft()
+
+    async def generate_with_pool(self, pool: object, req: GenerationRequest) -> GenerationResult:
+        self.pooled.append(req)
+        return await self.generate(req)
+
+
+@dataclass(frozen=True)
+class Plan:
+    loops: int
+    prefill_loops: int
+    cache_window: int = 0
+    exit_threshold: float | None = None
+
+
+@dataclass(frozen=True)
+class Prepared:
+    req: GenerationRequest
+    prompt: tuple[int, ...]
+    plan: Plan
+    pages: int
+    work: int
+
+
+class SteppingEngine:
+    """Counts instead of computing: the answer to a prompt is its last token + 1, + 2, ... Checks what it is asked."""
+
+    def __init__(self, clock: Clock | None = None, num_pages: int = 64, page_size: int = 4, chunk: int = 8) -> None:
+        self.clock, self.num_pages, self.page_size, self.chunk = clock or Clock(), num_pages, page_size, chunk
+        self.gate = asyncio.Event()  # a step waits for it, so that tests can act in the middle of one
+        self.gate.set()
+        self.entered = asyncio.Event()  # set while a step runs
+        self.leases: dict[Lease, int] = {}  # pages held
+        self.steps: list[list[Segment]] = []
+        self.errors: deque[BaseException | None] = deque()  # one per step, None for success
+        self.stepping: set[Lease] = set()
+
+    def prepare(self, req: GenerationRequest) -> Prepared:
+        prompt = tuple(map(ord, req.prompt)) if isinstance(req.prompt, str) else tuple(req.prompt)
+        if not prompt:
+            raise RequestError("prompt", "prompt must hold at least one token")
+        loops = req.loops or 2
+        plan = Plan(loops, req.prefill_loops or loops, req.cache_window, req.exit_threshold)
+        pages = -(-(len(prompt) + req.max_new_tokens) // self.page_size)
+        if pages > self.num_pages:
+            raise NeverFits("max_new_tokens", f"{pages} pages")
+        return Prepared(req, prompt, plan, pages, len(prompt) * plan.prefill_loops + req.max_new_tokens * loops)
+
+    def usage(self) -> KVUsage:
+        return KVUsage(self.num_pages, self.num_pages - sum(self.leases.values()), self.page_size)
+
+    def admit(self, prepared: Prepared, pool: object) -> Lease | None:
+        assert not self.stepping, "admit during a step"
+        if prepared.pages > self.usage().available:
+            return None
+        prompt, text = list(prepared.prompt), SimpleNamespace(text="")
+        lease = Lease(prepared.plan, prompt, len(prompt), prepared.req.max_new_tokens, None, text, None)
+        self.leases[lease] = prepared.pages
+        return lease
+
+    def release(self, lease: Lease) -> None:
+        assert lease not in self.stepping, "release during a step that holds the lease"
+        lease.released = True
+        self.leases.pop(lease, None)
+
+    def ready(self) -> list[Segment]:
+        return [segment for lease in self.leases for segment in self._offers(lease)]
+
+    def _offers(self, lease: Lease) -> list[Segment]:
+        left = min(lease.prompt_tokens - lease.planned, self.chunk)
+        fresh = [Segment(lease, lease.planned, left, lease.plan.prefill_loops)] if left > 0 else []
+        return lease.segments + fresh
+
+    async def step(self, segments: list[Segment]) -> StepReport:
+        self.stepping = {s.lease for s in segments}
+        assert self.stepping <= self.leases.keys(), "a step without a lease"
+        self.steps.append(list(segments))
+        self.entered.set()
+        try:
+            await self.gate.wait()
+            self.clock.advance(0.01)
+            if self.errors and (error := self.errors.popleft()):
+                raise error
+            return self._run(segments)
+        finally:
+            self.stepping = set()
+            self.entered.clear()
+
+    def _run(self, segments: list[Segment]) -> StepReport:
+        leaving = [s for s in segments if s.at_boundary and not s.fresh]
+        events = [event for segment in leaving for event in self._leave(segment)]
+        following = [e.lease.segments[-1] for e in events if not e.finish_reason]
+        for segment in [s for s in segments if s.fresh and s not in following]:
+            segment.state = "hidden"
+            segment.lease.segments.append(segment)
+            assert segment.start == segment.lease.planned, "a gap in the prompt"
+            segment.lease.planned = segment.end
+        core = [s for s in segments if s not in leaving] + following
+        for segment in core:
+            segment.loop += 1
+        for segment in core:
+            others = segment.lease.segments
+            assert all(o.loop >= min(segment.loop, o.loops) for o in others if o.start < segment.start), "ran ahead"
+        done = [lease for lease in dict.fromkeys(s.lease for s in segments) if lease.finish_reason]
+        return StepReport(events, done, sum(s.rows for s in core), 0.01)
+
+    def _leave(self, segment: Segment) -> list[TokenEvent]:
+        lease = segment.lease
+        lease.segments.remove(segment)
+        if segment.end != len(lease.tokens):
+            return []
+        if lease.answer_tokens < lease.max_new_tokens:
+            lease.tokens.append(lease.tokens[-1] + 1)
+            lease.text.text += "x"
+        lease.finish_reason = "length" if lease.answer_tokens >= lease.max_new_tokens else None
+        if not lease.max_new_tokens:
+            return []
+        if not lease.finish_reason:
+            lease.segments.append(Segment(lease, segment.end, 1, lease.plan.loops, state="hidden"))
+        return [TokenEvent(lease, lease.tokens[-1], "x", segment.loop, finish_reason=lease.finish_reason)]
+
+    def register_prefix(self, pool: object, tokens: list[int], loops: int, cache_window: int) -> int:
+        assert not self.stepping, "registering during a step"
+        return pool.register_tokens(tokens, loops, cache_window)
+
+    def check(self) -> None:
+        """Nothing is held."""
+        assert not self.leases
+        assert not self.stepping

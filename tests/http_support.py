@@ -1,0 +1,156 @@
+"""An engine that answers from a script, and the application around it. Byte-level tokens: one per byte of text."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import httpx
+import uvicorn
+
+from server.app import DrainingServer, create_app
+from server.engine import ModelInfo
+from server.scheduler import Scheduler
+from server.settings import Settings
+from server.types import GenerationChunk, GenerationRequest, GenerationResult
+from tests.tiny import CHAT_TEMPLATE, SPECIAL, byte_tokenizer
+from tinyloop.sampling import Logprobs
+from tinyloop.tokenizer import Tokenizer
+
+INFO = ModelInfo(
+    id="tiny/loop",
+    family="fake",
+    max_context=400,
+    min_loops=1,
+    max_loops=8,
+    default_loops=4,
+    trained_loops=4,
+    adaptive=True,
+    has_chat_template=True,
+    vocab_size=259,
+    dtype="float32",
+    parameters=1_000_000,
+)
+
+
+class ScriptedEngine:
+    """Says `script`, one token per byte, as far as the request allows. `gate` holds it back while it is cleared."""
+
+    def __init__(self, script: str = "Hello world", *, delay_s: float = 0.0, fail_after: int | None = None) -> None:
+        self.info = INFO
+        self.tokenizer = Tokenizer(
+            byte_tokenizer(),
+            special_tokens={"bos_token": SPECIAL[0], "eos_token": SPECIAL[2]},
+            chat_template=CHAT_TEMPLATE,
+        )
+        self.script, self.delay_s, self.fail_after = script, delay_s, fail_after
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.seen: list[GenerationRequest] = []
+        self.running = self.made = 0
+
+    async def generate_stream(self, req: GenerationRequest) -> AsyncIterator[GenerationChunk]:
+        self.seen.append(req)
+        self.running += 1
+        try:
+            async for chunk in self._tokens(req):
+                self.made += 1
+                yield chunk
+        finally:
+            self.running -= 1
+
+    async def _tokens(self, req: GenerationRequest) -> AsyncIterator[GenerationChunk]:
+        ids = self.tokenizer.encode(self.script)
+        shown = ""
+        for at, token in enumerate(ids[: req.max_new_tokens]):
+            await self.gate.wait()
+            await asyncio.sleep(self.delay_s)
+            if at == self.fail_after:
+                raise RuntimeError("secret detail of the engine")
+            text = self.tokenizer.decode(ids[: at + 1])
+            text = shown if text.endswith("\ufffd") else text
+            last = "stop" if at + 1 == len(ids) else "length" if at + 1 == req.max_new_tokens else None
+            yield GenerationChunk(token, text[len(shown) :], self._logprobs(req, token), last, req.loops)
+            shown = text
+
+    async def generate(self, req: GenerationRequest) -> GenerationResult:
+        chunks = [chunk async for chunk in self.generate_stream(req)]
+        prompt = [req.prompt] if isinstance(req.prompt, str) else req.prompt
+        return GenerationResult(
+            token_ids=tuple(chunk.token_id for chunk in chunks),
+            text="".join(chunk.text for chunk in chunks),
+            finish_reason=(chunks[-1].finish_reason or "stop") if chunks else "length",
+            prompt_tokens=len(prompt),
+            loops_requested=req.loops or INFO.default_loops,
+            loops_granted=req.loops or INFO.default_loops,
+            logprobs=tuple(chunk.logprobs for chunk in chunks if chunk.logprobs),
+            prompt_logprobs=() if req.prompt_logprobs is None else tuple(map(self._scored(req), prompt[1:])),
+        )
+
+    def _scored(self, req: GenerationRequest) -> Any:
+        return lambda token: Logprobs(-float("inf"), ((token, -0.5), (1, -float("inf")))[: req.prompt_logprobs])
+
+    def _logprobs(self, req: GenerationRequest, token: int) -> Logprobs | None:
+        if req.sampling.logprobs is None:
+            return None
+        return Logprobs(-0.25, ((token, -0.25), (1, -float("inf")))[: req.sampling.logprobs])
+
+
+@asynccontextmanager
+async def served(
+    engine: Any = None, settings: Settings | None = None, **options: Any
+) -> AsyncIterator[tuple[httpx.AsyncClient, Any]]:
+    """A client of an application around `engine`, started and in the end drained."""
+    engine = engine or ScriptedEngine()
+    app = create_app(Scheduler(engine, **options), settings or Settings(drain_timeout_s=1.0))
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(app.router.lifespan_context(app))
+        transport = httpx.ASGITransport(app=app)
+        yield await stack.enter_async_context(httpx.AsyncClient(transport=transport, base_url="http://test")), engine
+
+
+@asynccontextmanager
+async def listening(
+    engine: Any = None, settings: Settings | None = None, **options: Any
+) -> AsyncIterator[tuple[httpx.AsyncClient, Any]]:
+    """Like `served`, on a real port, in this event loop and without signal handlers."""
+    engine, settings = engine or ScriptedEngine(), settings or Settings(drain_timeout_s=1.0)
+    scheduler = Scheduler(engine, **options)
+    config = uvicorn.Config(create_app(scheduler, settings), port=0, log_level="error", timeout_graceful_shutdown=2)
+    server = DrainingServer(config, scheduler, settings.drain_timeout_s)
+    task = asyncio.create_task(server._serve())
+    try:
+        await until(lambda: server.started or task.done())
+        port = server.servers[0].sockets[0].getsockname()[1]
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=10) as client:
+            client.server = server  # type: ignore[attr-defined]
+            yield client, engine
+    finally:
+        server.should_exit = True
+        await task
+
+
+def scheduler_of(client: httpx.AsyncClient) -> Any:
+    return client._transport.app.state.scheduler  # type: ignore[attr-defined]
+
+
+async def until(condition: Callable[[], Any], seconds: float = 5.0) -> None:
+    """Wait for something that another task does. Raises TimeoutError."""
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110 - what is waited for has no event
+            await asyncio.sleep(0.001)
+
+
+def chat(**fields: Any) -> dict[str, Any]:
+    return {"model": INFO.id, "messages": [{"role": "user", "content": "Hi"}], **fields}
+
+
+def completion(**fields: Any) -> dict[str, Any]:
+    return {"model": INFO.id, "prompt": "Hi", **fields}
+
+
+def events(text: str) -> list[Any]:
+    """The data of an event stream; [DONE] stays a string."""
+    data = [line.removeprefix("data: ") for line in text.split("\n") if line.startswith("data: ")]
+    return [item if item == "[DONE]" else json.loads(item) for item in data]

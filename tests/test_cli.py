@@ -1,0 +1,158 @@
+"""The `tinyloop` command, with a model that answers from a script."""
+
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import server.cli
+import tinyloop
+from server.cli import cli, main
+from server.scheduler import Engine, Scheduler
+from server.settings import LOOPBACK
+from tests.http_support import INFO, ScriptedEngine
+from tinyloop import __version__
+from tinyloop.errors import CheckpointError
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(cli, list(arguments))
+
+
+class ScriptedModel:
+    """Remembers what it was asked, and says two words."""
+
+    calls: list[Any]
+
+    @classmethod
+    def load(cls, name: str, *, dtype: str) -> "ScriptedModel":
+        if name == "missing":
+            raise CheckpointError("missing: no such model")
+        model = cls()
+        cls.calls = [(name, dtype)]
+        return model
+
+    def chat(self, messages: Any) -> list[int]:
+        self.calls.append(messages)
+        return [1, 2, 3]
+
+    def stream(self, prompt: Any, **options: Any) -> Iterator[Any]:
+        self.calls.append((prompt, options))
+        yield from (SimpleNamespace(text="Hello "), SimpleNamespace(text="world"))
+
+
+@pytest.fixture
+def model(monkeypatch: pytest.MonkeyPatch) -> type[ScriptedModel]:
+    monkeypatch.setattr(tinyloop, "Model", ScriptedModel)
+    return ScriptedModel
+
+
+@pytest.mark.parametrize("flag", ["--stream", "--no-stream"])
+def test_generate_prints_the_answer(model: type[ScriptedModel], flag: str) -> None:
+    result = run("generate", "Hi", "--loops", "2", "--model", "m", "--max-new-tokens", "9", "--temperature", "0", flag)
+    assert result.output == "Hello world\n"
+    assert model.calls[0] == ("m", "auto")
+    prompt, options = model.calls[-1]
+    assert prompt == "Hi"
+    assert (options["loops"], options["max_new_tokens"], options["sampling"].temperature) == (2, 9, 0)
+
+
+def test_generate_puts_a_chat_into_the_template(model: type[ScriptedModel]) -> None:
+    run("generate", "Hi", "--chat")
+    assert model.calls[1] == [{"role": "user", "content": "Hi"}]
+    assert model.calls[2][0] == [1, 2, 3]
+
+
+def test_an_error_is_one_line_and_status_one(
+    model: type[ScriptedModel], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["tinyloop", "generate", "Hi", "--model", "missing"])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 1
+    assert capsys.readouterr().err == "tinyloop: missing: no such model\n"
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What `serve` loads and runs, without doing either."""
+    seen: dict[str, Any] = {}
+
+    def load(name: str, **options: Any) -> ScriptedEngine:
+        seen.update(name=name, **options)
+        return ScriptedEngine()
+
+    def run_server(scheduler: Scheduler, settings: Any, address: tuple[str, int]) -> None:
+        seen.update(scheduler=scheduler, settings=settings, address=address)
+
+    monkeypatch.setattr(Engine, "load", load)
+    monkeypatch.setattr(server.cli, "bind", lambda host, port: (host, port))
+    monkeypatch.setattr(server.cli, "run_server", run_server)
+    return seen
+
+
+def test_serve_listens_on_loopback_and_answers_only_to_its_names(served: dict[str, Any]) -> None:
+    assert run("serve").exit_code == 0
+    assert (served["name"], served["address"]) == ("smollm2", ("127.0.0.1", 8000))
+    assert served["settings"].allowed_hosts == LOOPBACK
+    assert run("serve", "--host", "0.0.0.0").exit_code == 0
+    assert served["settings"].allowed_hosts == ()
+
+
+def test_serve_passes_its_options_on(served: dict[str, Any]) -> None:
+    options = "--dtype float32 --loops 3 --max-queue-depth 5 --slo-ms 250 --kv-memory 1.5GiB --max-running 2 --port 0"
+    assert run("serve", "m", *options.split()).exit_code == 0
+    assert (served["name"], served["dtype"], served["default_loops"]) == ("m", "float32", 3)
+    assert served["kv_memory"] == 3 << 29
+    assert served["scheduler"].admission.max_queue_depth == 5
+    assert served["scheduler"].admission.default_slo_ms == 250
+
+
+@pytest.mark.parametrize("options", [("--kv-memory", "lots"), ("--dispatch", "random"), ("--max-queue-depth", "0")])
+def test_a_wrong_option_is_a_usage_error(served: dict[str, Any], options: tuple[str, ...]) -> None:
+    result = run("serve", *options)
+    assert result.exit_code == 2
+    assert "Usage" in result.output
+    assert not served
+
+
+def test_a_taken_port_is_one_line_and_no_model_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(sys, "argv", ["tinyloop", "serve", "missing", "--port", str(port)])
+        with pytest.raises(SystemExit) as caught:
+            main()
+    assert caught.value.code == 1
+    assert capsys.readouterr().err == f"tinyloop: cannot listen on 127.0.0.1 port {port}: Address already in use\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("1024", 1024), ("2k", 2048), ("1MiB", 1 << 20), ("1.5 GB", 3 << 29), ("1g", 1 << 30)]
+)
+def test_sizes_are_read_as_people_write_them(text: str, size: int) -> None:
+    assert server.cli._size(text) == size
+
+
+def test_the_banner_tells_address_model_depth_and_a_line_to_paste() -> None:
+    banner = server.cli.banner(INFO, "::1", 8000)
+    assert "http://[::1]:8000" in banner
+    assert "loops: 1 to 8, default 4" in banner
+    assert banner.splitlines()[-1].startswith("curl http://[::1]:8000/v1/chat/completions")
+    assert f'"model": "{INFO.id}"' in banner
+
+
+def test_version_and_help_come_without_torch() -> None:
+    code = (
+        "import sys; from server.cli import cli; cli(['--help'], standalone_mode=False); print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip().endswith("False")
+    assert "serve" in done.stdout
+    assert run("version").output == f"{__version__}\n"

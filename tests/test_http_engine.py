@@ -1,0 +1,95 @@
+"""The endpoints over the real engine and a tiny model."""
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from server.engine import Engine
+from tests.http_support import events, listening, served, until
+from tests.tiny_models import tiny_model
+
+COMPLETIONS = "/v1/completions"
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    engine = Engine(tiny_model("ouro"))
+    yield engine
+    asyncio.run(engine.close())
+    engine.check()
+
+
+def body(**fields: Any) -> dict[str, Any]:
+    return {"model": "tiny", "prompt": [5, 6, 7, 8, 9], "ignore_eos": True, **fields}
+
+
+async def answer(client: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:
+    response = await client.post(COMPLETIONS, json=body(**fields))
+    assert response.status_code == 200, response.text
+    return dict(response.json())
+
+
+@pytest.mark.parametrize("loops", [1, 3])
+@pytest.mark.parametrize("max_tokens", [0, 1])
+async def test_echoed_log_probabilities_are_the_models_score(engine: Engine, loops: int, max_tokens: int) -> None:
+    async with served(engine) as (client, _):
+        whole = await answer(client, echo=True, logprobs=1, max_tokens=max_tokens, loops=loops)
+    logprobs = whole["choices"][0]["logprobs"]
+    expected = engine.model.score([5, 6, 7, 8, 9], loops=loops)
+    assert logprobs["token_logprobs"][0] is None
+    assert logprobs["token_logprobs"][1:5] == pytest.approx(expected, abs=1e-4)
+    assert {len(values) for values in logprobs.values()} == {5 + max_tokens}
+    assert whole["usage"]["completion_tokens"] == max_tokens
+
+
+async def test_a_seed_gives_the_same_answer_streamed_or_not_alone_or_not(engine: Engine) -> None:
+    async with served(engine) as (client, _):
+        alone = (await answer(client, seed=42, max_tokens=12))["choices"][0]["text"]
+        crowd = await asyncio.gather(
+            *(answer(client, max_tokens=12, loops=1 + at % 4) for at in range(5)),
+            answer(client, seed=42, max_tokens=12),
+        )
+        response = await client.post(COMPLETIONS, json=body(seed=42, max_tokens=12, stream=True))
+    assert crowd[-1]["choices"][0]["text"] == alone
+    assert "".join(chunk["choices"][0]["text"] for chunk in events(response.text)[:-1]) == alone
+
+
+async def test_choices_differ_and_come_again_with_the_seed(engine: Engine) -> None:
+    async with served(engine) as (client, _):
+        first, second = [await answer(client, seed=7, n=3, max_tokens=12) for _ in range(2)]
+    texts = [choice["text"] for choice in first["choices"]]
+    assert len(set(texts)) == 3
+    assert [choice["text"] for choice in second["choices"]] == texts
+
+
+async def test_a_header_tells_the_depth_before_the_stream_has_ended(engine: Engine) -> None:
+    async with served(engine) as (client, _):
+        response = await client.post(COMPLETIONS, json=body(stream=True, loops=2, max_tokens=3))
+    assert response.headers["x-tinyloop-loops"] == "2"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_whoever_leaves_gives_back_every_page(stream: bool) -> None:
+    engine = Engine(tiny_model("ouro"))
+    async with listening(engine) as (client, _):
+        before = engine.usage().available
+        for _ in range(3):
+            task = asyncio.create_task(client.post(COMPLETIONS, json=body(stream=stream, n=2, max_tokens=240)))
+            await until(lambda: engine.usage().available < before)
+            task.cancel()
+            await until(lambda: not engine.runner.leases, 1.0)
+        assert len((await answer(client, max_tokens=2))["choices"]) == 1
+    await engine.close()
+    engine.check()
+
+
+async def test_what_can_never_fit_is_400() -> None:
+    engine = Engine(tiny_model("ouro", pages=8))
+    async with served(engine) as (client, _):
+        response = await client.post(COMPLETIONS, json=body(max_tokens=100))
+    await engine.close()
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == "kv_budget_exceeded"
