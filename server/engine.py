@@ -55,7 +55,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class KVUsage:
-    """Pages as they are now. `available` counts neither held nor promised pages."""
+    """Pages as they are now. `available` pages are free, or held by prefixes that can be evicted."""
 
     num_pages: int
     available: int
@@ -130,7 +130,30 @@ class Engine:
             sampling=req.sampling,
             prompt_logprobs=req.prompt_logprobs or 0 if scored else req.prompt_logprobs,
             pool=pool if req.mode == "generate" else None,
+            salt=req.cache_salt,
         )
+
+    def must_wait(self, prepared: Prepared, pool: PrefixPool) -> bool:
+        """Whether a request under way is computing a prefix of this one that it had better wait for."""
+        req = prepared.req
+        waits = req.mode == "generate" and req.prompt_logprobs is None
+        return waits and self.runner.must_wait(prepared.prompt, prepared.plan, pool, req.cache_salt)
+
+    def shortage(self, segments: Sequence[Segment]) -> int:
+        """Pages that a step of these segments lacks; somebody has to yield first."""
+        return self.runner.shortage(segments)
+
+    def suspend(self, lease: Lease) -> None:
+        """Take a lease's pages; what it has done stays cached while there is room. Never during a step."""
+        self.runner.suspend(lease)
+
+    def resume(self, lease: Lease) -> bool:
+        """Go on with a suspended lease; False while there is no room."""
+        return self.runner.resume(lease)
+
+    def unpin_shortest(self) -> bool:
+        """The last resort when one request alone lacks room: let a registered prefix go."""
+        return self.runner.unpin_shortest()
 
     def ready(self) -> list[Segment]:
         """What could step now, oldest lease first."""
@@ -153,9 +176,9 @@ class Engine:
             self.model.register_prefix, pool, tokens, loops=loops, cache_window=cache_window
         ).result()
 
-    def check(self, pool: PrefixPool | None = None) -> None:
+    def check(self) -> None:
         """Assert that the page accounts balance."""
-        self.runner.check(pool)
+        self.runner.check()
 
     async def start(self) -> None:
         """Nothing to do: the thread starts with the first step."""

@@ -128,6 +128,9 @@ class Metrics:
         self._prefix_lookups.inc(tokens)
         self._prefix_hits.labels(depth).inc(hit)
 
+    def on_preemption(self) -> None:
+        self._preemptions.inc()
+
     def on_prediction(self, predicted_ms: float) -> None:
         self._predicted_s.observe(predicted_ms / 1000)
 

@@ -49,6 +49,11 @@ class WaitingQueue(Generic[Waiter]):
         level[waiter] = None
         self._size += 1
 
+    def push_front(self, waiter: Waiter) -> None:
+        """Ahead of everybody in its level."""
+        self.push(waiter)
+        self._levels[waiter.priority].move_to_end(waiter, last=False)
+
     def peek(self) -> Waiter | None:
         return next(iter(self), None)
 
@@ -131,9 +136,12 @@ class Policy:
         for lease in leases:
             self._turns.setdefault(lease, next(self._ticks))
         turn = min(leases, key=self._turns.__getitem__, default=None)
-        if turn is not None:
-            self._turns[turn] = next(self._ticks)
         return [s for s in ready if s.lease is turn]
+
+    def stepped(self, segments: Sequence[Segment]) -> None:
+        """These were stepped. Choosing alone does not count as a turn: the choice may be made again."""
+        for segment in segments:
+            self._turns[segment.lease] = next(self._ticks)
 
     def _held_at_boundary(self, ready: Sequence[Segment]) -> set[Segment]:
         """Answer tokens that wait for company. Only what is already in the core counts as on its way, and all of that
@@ -157,7 +165,7 @@ def _finished(segment: Segment) -> bool:
 
 def _makes_token(segment: Segment) -> bool:
     """In the core, and due to bring a row to the head when it leaves."""
-    return not segment.at_boundary and segment.end >= segment.lease.prompt_tokens
+    return not segment.at_boundary and segment.end >= segment.lease.known
 
 
 def core_rows(segment: Segment) -> int:

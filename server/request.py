@@ -103,6 +103,7 @@ class ScheduledRequest:
     outcome_reason: str = field(default="", init=False)
 
     predicted_ms: float | None = field(default=None, init=False)  # the wait foretold at arrival
+    turn: int = field(default=0, init=False)  # order of dispatch
     work_left: int = field(default=0, init=False)  # tokens x loops, for the predictor
     answer_tokens: int = field(default=0, init=False)
     logprobs: list[Logprobs] = field(default_factory=list, init=False)
@@ -174,6 +175,7 @@ class ScheduledRequest:
             finish_reason=cast(FinishReason, lease.finish_reason),
             prompt_tokens=lease.prompt_tokens,
             cached_tokens=lease.cached,
+            cache_hit=lease.hit,
             loops_requested=self.req.loops or lease.plan.loops,
             loops_granted=lease.plan.loops,
             stop_reason=self.stop_reason,

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from server.admission import Admission
@@ -59,6 +60,7 @@ T = TypeVar("T")
 
 DEFAULT_LOOPS = 8
 UNHEALTHY_AFTER = 2  # engine errors in a row
+MOST_PASSED = 32  # waiters that others may pass while a prefix they want is being computed
 
 
 class GeneratingEngine(Protocol):
@@ -83,6 +85,11 @@ class SteppingEngine(Protocol):
     def ready(self) -> list[Segment]: ...
     async def step(self, segments: list[Segment]) -> StepReport: ...
     def release(self, lease: Lease) -> None: ...
+    def must_wait(self, prepared: Any, pool: PrefixPool) -> bool: ...
+    def shortage(self, segments: list[Segment]) -> int: ...
+    def suspend(self, lease: Lease) -> None: ...
+    def resume(self, lease: Lease) -> bool: ...
+    def unpin_shortest(self) -> bool: ...
     def register_prefix(self, pool: PrefixPool, tokens: Sequence[int], loops: int, cache_window: int) -> int: ...
     def usage(self) -> KVUsage: ...
 
@@ -126,6 +133,9 @@ class Scheduler:
         self._clock = clock
         self._waiting: WaitingQueue[ScheduledRequest] = WaitingQueue()
         self._running: dict[object, ScheduledRequest] = {}  # by lease; by itself where the engine has no leases
+        self._yielded: WaitingQueue[ScheduledRequest] = WaitingQueue()  # in flight, but without pages for now
+        self._yielded_leases: dict[ScheduledRequest, Lease] = {}
+        self._turns = count(1)
         self._bell = asyncio.Event()  # rung for new work and for the stop alike: nothing has to be raced
         self._turn_lock = asyncio.Lock()  # held for a turn, and by what must not happen during one
         self._task: asyncio.Task[None] | None = None
@@ -161,7 +171,7 @@ class Scheduler:
         if request.ended:
             return
         request.cancelled = True
-        if self._waiting.remove(request):
+        if self._waiting.remove(request) or self._forget_yielded(request):
             request.move(RequestState.CANCELLED, reason=CLIENT)
 
     def _enter(
@@ -171,7 +181,7 @@ class Scheduler:
         self.check_open()
         with self._counting_refusals():
             prepared = self._prepare(req)
-            predicted_ms = self.admission.check_wait(slo_ms, len(self._waiting), len(self._running))
+            predicted_ms = self.admission.check_wait(slo_ms, len(self._waiting), self._in_flight)
         request = ScheduledRequest(
             req=req, priority=priority, slo_ms=slo_ms, streaming=streaming, prepared=prepared, clock=self._clock,
             on_move=self._on_move,
@@ -268,9 +278,9 @@ class Scheduler:
 
     async def _dispatcher_loop(self) -> None:
         turn = self._step_turn if self._steps else self._generate_turn
-        while self._running or not self._stopping:
+        while self._in_flight or not self._stopping:
             self._bell.clear()
-            if self._waiting or self._running:
+            if self._waiting or self._in_flight:
                 async with self._turn_lock:
                     await turn()
             else:
@@ -280,8 +290,7 @@ class Scheduler:
         self._apply_cancellations()
         self._admit()
         if self._running:
-            segments = self.policy.choose_segments(self.engine.ready())
-            report = await self._step(segments)
+            report = await self._step(self._choose())
             self._deliver(report)
 
     def _apply_cancellations(self) -> None:
@@ -289,17 +298,78 @@ class Scheduler:
             self._end(lease, RequestState.CANCELLED, reason=CLIENT)
 
     def _admit(self) -> None:
-        """Strictly in order: while the first cannot enter, nobody behind it does. From queue to lease without await."""
-        while (request := self._next_waiting()) and self.policy.may_admit(request, self._running.values()):
-            try:
-                lease = self._lease(request)
-            except Exception as error:
-                self._refuse(request, error)
-                continue
-            if lease is None:
+        """In order: while the first cannot enter, nobody behind it does, except past those who wait for a prefix.
+
+        Who yielded goes first in its level. From queue to lease without await.
+        """
+        passed: set[ScheduledRequest] = set()
+        while len(passed) <= MOST_PASSED:
+            yielded, request = self._yielded.peek(), self._next_waiting(passed)
+            if yielded is not None and (request is None or yielded.priority >= request.priority):
+                if not self._resume(yielded):
+                    return
+            elif request is None or not self.policy.may_admit(request, self._running.values()):
                 return
+            elif self._running and self.engine.must_wait(request.prepared, self.pool):
+                passed.add(request)
+            elif not self._enter_engine(request):
+                return
+
+    def _enter_engine(self, request: ScheduledRequest) -> bool:
+        """False if there is no room. A request that the engine refuses has had its answer."""
+        try:
+            lease = self._lease(request)
+        except Exception as error:
+            self._refuse(request, error)
+            return True
+        if lease is not None:
             self._dispatch(request, lease)
             self._count_cached(request, lease)
+        return lease is not None
+
+    # Memory pressure
+
+    def _choose(self) -> list[Segment]:
+        """The next step's segments, after as many have yielded as must. Then the choice is made anew."""
+        while True:
+            segments = self.policy.choose_segments(self.engine.ready())
+            if not segments or not self.engine.shortage(segments) or not self._make_room():
+                return segments
+
+    def _make_room(self) -> bool:
+        """The newest of the lowest priority yields. One alone pushes out registered prefixes."""
+        if len(self._running) == 1:
+            return bool(self.engine.unpin_shortest())
+        lease, request = min(self._running.items(), key=lambda item: (item[1].priority, -item[1].turn))
+        assert isinstance(lease, Lease)
+        del self._running[lease]
+        self.engine.suspend(lease)
+        self._yielded.push_front(request)
+        self._yielded_leases[request] = lease
+        self.metrics.on_preemption()
+        return True
+
+    def _resume(self, request: ScheduledRequest) -> bool:
+        """False if there is no room yet. On an idle engine there must be, or the request would wait for ever."""
+        lease = self._yielded_leases[request]
+        resumed = self.engine.resume(lease)
+        if resumed or not self._running:
+            self._forget_yielded(request)
+        if resumed:
+            self._running[lease] = request
+        elif not self._running:
+            fault = RuntimeError("an idle engine has no room for a request that yielded")
+            hiding = EngineError.hiding(fault, log_fault("resuming a request failed", fault))
+            request.move(RequestState.ERROR, reason="engine", error=hiding)
+        return resumed
+
+    def _forget_yielded(self, request: ScheduledRequest) -> bool:
+        self._yielded_leases.pop(request, None)
+        return self._yielded.remove(request)
+
+    @property
+    def _in_flight(self) -> int:
+        return len(self._running) + len(self._yielded)
 
     def _lease(self, request: ScheduledRequest) -> Lease | None:
         lease = cast("Lease | None", self.engine.admit(request.prepared, self.pool))
@@ -316,20 +386,21 @@ class Scheduler:
             hiding = EngineError.hiding(error, log_fault("admitting a request failed", error))
             request.move(RequestState.ERROR, reason="engine", error=hiding)
 
-    def _next_waiting(self) -> ScheduledRequest | None:
-        """The first whose caller is still there."""
-        while (request := self._waiting.peek()) is not None and request.abandoned:
+    def _next_waiting(self, passed: Collection[ScheduledRequest] = ()) -> ScheduledRequest | None:
+        """The first whose caller is still there, leaving out those that have been passed."""
+        while (request := next((one for one in self._waiting if one not in passed), None)) and request.abandoned:
             self.cancel(request)
         return request
 
     def _dispatch(self, request: ScheduledRequest, key: object) -> None:
         self._waiting.remove(request)
         self._running[key] = request
+        request.turn = next(self._turns)
         request.move(RequestState.DISPATCHED)
 
     def _count_cached(self, request: ScheduledRequest, lease: Lease) -> None:
         if request.req.mode == "generate":  # no other mode is pooled
-            self.metrics.on_prefix_lookup(lease.prompt_tokens, lease.cached)
+            self.metrics.on_prefix_lookup(lease.prompt_tokens, lease.cached, lease.hit or "exact")
         self.admission.progress(request, lease.cached * lease.plan.prefill_loops)
 
     async def _step(self, segments: list[Segment]) -> StepReport:
@@ -345,6 +416,7 @@ class Scheduler:
             self._fail(leases or list(self._running), error)
             return StepReport()
         self._failures = 0
+        self.policy.stepped(segments)
         self.admission.work.rate.add(report.rows, self._clock() - began)
         self.metrics.on_step(report.rows, report.seconds)
         for request, rows in work:
@@ -456,7 +528,7 @@ class Scheduler:
             bug = RuntimeError("the dispatcher was cancelled")
         self._died = bug is not None
         error_id = log_fault("the dispatcher has died", bug) if bug else ""
-        for request in [*self._running.values(), *self._waiting]:
+        for request in [*self._running.values(), *self._yielded, *self._waiting]:
             if bug:
                 request.move(RequestState.ERROR, reason="internal", error=EngineError.hiding(bug, error_id))
             else:
@@ -467,7 +539,8 @@ class Scheduler:
         """Return all leases, but not before a step that still holds them has ended."""
         leases = [key for key in self._running if isinstance(key, Lease)]
         self._running.clear()
-        self._waiting = WaitingQueue()
+        self._yielded_leases.clear()
+        self._waiting, self._yielded = WaitingQueue(), WaitingQueue()
         if self._call_task is None or self._call_task.done():
             self._release_all(leases)
             return
@@ -522,7 +595,7 @@ class Scheduler:
     def snapshot(self) -> dict[str, Any]:
         return {
             "queue_depth": len(self._waiting),
-            "in_flight": len(self._running),
+            "in_flight": self._in_flight,
             "ema_dispatch_ms": self.admission.ema_dispatch_ms.value,
             "prefix_pool": self.prefix_pool_stats(),
             "dispatch": self.policy.mode.value,
@@ -539,7 +612,7 @@ class Scheduler:
         usage: KVUsage | None = self.engine.usage() if self._steps else None
         return Gauges(
             queue_depth=len(self._waiting),
-            in_flight=len(self._running),
+            in_flight=self._in_flight,
             ema_dispatch_seconds=None if ema_ms is None else ema_ms / 1000,
             prefix_pool_entries=pool["entries"],
             prefix_pool_tokens=pool["total_cached_tokens"],

@@ -57,13 +57,18 @@ class Timings:
 
 @dataclass(frozen=True)
 class GenerationResult:
-    """A finished answer. `cached_tokens` of the prompt came from the prefix pool; `loops_granted` is what was run."""
+    """A finished answer. `loops_granted` is what was run.
+
+    `cached_tokens` of the prompt came from a prefix; `cache_hit` says how the depth it was held at compares: "exact",
+    "shallower" (the request ran fewer loops), "deepened" (it ran more, from the kept states), or "" for no hit.
+    """
 
     token_ids: tuple[int, ...] = ()
     text: str = ""
     finish_reason: FinishReason = "stop"
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    cache_hit: str = ""
     loops_requested: int | None = None
     loops_granted: int | None = None
     stop_reason: str | int | None = None

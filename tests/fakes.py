@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from server.engine import KVUsage
 from server.types import GenerationChunk, GenerationRequest, GenerationResult
 from tinyloop.errors import NeverFits, RequestError
-from tinyloop.sequence import Lease, Segment, StepReport, TokenEvent
+from tinyloop.sequence import Lease, Segment, Span, StepReport, TokenEvent
 
 
 class Clock:
@@ -92,6 +92,9 @@ class SteppingEngine:
         self.steps: list[list[Segment]] = []
         self.errors: deque[BaseException | None] = deque()  # one per step, None for success
         self.stepping: set[Lease] = set()
+        self.shortages: deque[int] = deque()  # one per choice of segments, 0 when empty
+        self.suspended: dict[Lease, int] = {}
+        self.awaited: set[tuple[int, ...]] = set()  # prompts that had better wait
 
     def prepare(self, req: GenerationRequest) -> Prepared:
         prompt = tuple(map(ord, req.prompt)) if isinstance(req.prompt, str) else tuple(req.prompt)
@@ -113,20 +116,43 @@ class SteppingEngine:
             return None
         prompt, text = list(prepared.prompt), SimpleNamespace(text="")
         lease = Lease(prepared.plan, prompt, len(prompt), prepared.req.max_new_tokens, None, text, None)
+        lease.known, lease.todo = len(prompt), [Span(0, len(prompt))]
         self.leases[lease] = prepared.pages
         return lease
 
     def release(self, lease: Lease) -> None:
         assert lease not in self.stepping, "release during a step that holds the lease"
-        lease.released = True
         self.leases.pop(lease, None)
+
+    def must_wait(self, prepared: Prepared, pool: object) -> bool:
+        return prepared.prompt in self.awaited
+
+    def shortage(self, segments: list[Segment]) -> int:
+        return self.shortages.popleft() if self.shortages else 0
+
+    def suspend(self, lease: Lease) -> None:
+        self.suspended[lease] = self.leases[lease]
+        self.release(lease)
+
+    def resume(self, lease: Lease) -> bool:
+        if self.suspended[lease] > self.usage().available:
+            return False
+        self.leases[lease] = self.suspended.pop(lease)
+        lease.segments.clear()
+        lease.known, lease.todo = len(lease.tokens), [Span(0, len(lease.tokens))]
+        return True
+
+    def unpin_shortest(self) -> bool:
+        return False
 
     def ready(self) -> list[Segment]:
         return [segment for lease in self.leases for segment in self._offers(lease)]
 
     def _offers(self, lease: Lease) -> list[Segment]:
-        left = min(lease.prompt_tokens - lease.planned, self.chunk)
-        fresh = [Segment(lease, lease.planned, left, lease.plan.prefill_loops)] if left > 0 else []
+        fresh = [
+            Segment(lease, span.start, min(span.end - span.start, self.chunk), lease.plan.prefill_loops)
+            for span in lease.todo
+        ]
         return lease.segments + fresh
 
     async def step(self, segments: list[Segment]) -> StepReport:
@@ -151,8 +177,10 @@ class SteppingEngine:
         for segment in [s for s in segments if s.fresh and s not in following]:
             segment.state = "hidden"
             segment.lease.segments.append(segment)
-            assert segment.start == segment.lease.planned, "a gap in the prompt"
-            segment.lease.planned = segment.end
+            span = segment.lease.todo[0]
+            assert segment.start == span.start, "a gap in the prompt"
+            span.start = segment.end
+            segment.lease.todo = [span] if span.start < span.end else []
         core = [s for s in segments if s not in leaving] + following
         for segment in core:
             segment.loop += 1

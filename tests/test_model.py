@@ -13,7 +13,6 @@ from tests.tiny_models import GREEDY, RandomTensors, greedy_by_oracle, raw_confi
 from tinyloop.kernels import Linear
 from tinyloop.models.family import Weights
 from tinyloop.models.registry import family_of
-from tinyloop.plan import make_plan
 from tinyloop.stack import LoopedStack
 
 
@@ -102,57 +101,6 @@ def test_logprobs_come_with_every_token() -> None:
         assert got.chosen == pytest.approx(float(expected[1 + i, token]), abs=1e-4)
         assert got.top[0][0] == token
         assert len(got.top) == 2
-
-
-@pytest.mark.parametrize("model_type", ["ouro", "retrofit"])
-@pytest.mark.parametrize("length", [1, 7, 8, 9])
-def test_an_answer_from_a_registered_prefix_equals_a_cold_one(model_type: str, length: int) -> None:
-    changes = {"tinyloop": {"retrofit": {"prelude": 2, "core": 2}}} if model_type == "retrofit" else {}
-    model = tiny_model("llama" if changes else "ouro", **changes)
-    pool, prefix = tl.PrefixPool(4), list(range(40, 40 + length))
-    assert model.register_prefix(pool, prefix, loops=4) == length
-    for prompt in ([*prefix, 9, 8], prefix):
-        warm = model.generate_with_pool(pool, prompt, max_new_tokens=6, loops=4, sampling=GREEDY)
-        assert warm.cached_tokens == min(length, len(prompt) - 1)
-        assert list(warm.token_ids) == greedy_by_oracle(model, prompt, 6, 4)
-    model.runner.check(pool)
-    pool.clear()
-    model.runner.check()
-    assert model.runner.pool.free == model.runner.pool.num_pages
-
-
-def test_a_prefix_serves_shallower_depths_exactly_where_only_the_core_has_layers() -> None:
-    core_only, pool = tiny_model("ouro"), tl.PrefixPool(4)
-    core_only.register_prefix(pool, list(range(10)), loops=4)
-    for loops, cached in ((1, 10), (2, 10), (4, 10), (5, 0)):
-        warm = core_only.generate_with_pool(pool, [*range(10), 99], max_new_tokens=5, loops=loops, sampling=GREEDY)
-        assert warm.cached_tokens == cached
-        assert list(warm.token_ids) == greedy_by_oracle(core_only, [*range(10), 99], 5, loops)
-    with_coda, pool = tiny_model("llama", tinyloop={"retrofit": {"prelude": 2, "core": 2}}), tl.PrefixPool(4)
-    with_coda.register_prefix(pool, list(range(10)), loops=4)
-    shallower = with_coda.generate_with_pool(pool, [*range(10), 99], max_new_tokens=5, loops=2, sampling=GREEDY)
-    assert shallower.cached_tokens == 0
-
-
-def test_a_windowed_prefix_serves_requests_with_the_same_window() -> None:
-    model, pool = tiny_model("ouro", page_size=2), tl.PrefixPool(4)
-    model.register_prefix(pool, list(range(30)), loops=2, cache_window=6)
-    for prompt in ([*range(30), 99], list(range(30))):
-        warm = model.generate_with_pool(pool, prompt, max_new_tokens=9, loops=2, cache_window=6, sampling=GREEDY)
-        assert warm.cached_tokens == min(30, len(prompt) - 1)
-        assert list(warm.token_ids) == greedy_by_oracle(model, prompt, 9, 2, 6)
-    assert model.generate_with_pool(pool, [*range(30), 9], max_new_tokens=1, loops=2).cached_tokens == 0
-    model.runner.check(pool)
-
-
-def test_two_requests_that_share_a_prefix_do_not_disturb_each_other() -> None:
-    model, pool = tiny_model("ouro"), tl.PrefixPool(4)
-    model.register_prefix(pool, list(range(10)), loops=2)
-    prompts = [[*range(10), 50 + i] for i in range(4)]
-    jobs = [(prompt, make_plan(model.config, loops=2)) for prompt in prompts]
-    got = model._run(jobs, 7, GREEDY, pool)
-    assert [list(g.token_ids) for g in got] == [greedy_by_oracle(model, prompt, 7, 2) for prompt in prompts]
-    model.runner.check(pool)
 
 
 def test_dtypes_and_devices_that_do_not_exist_name_the_field(tmp_path: Path) -> None:

@@ -111,7 +111,7 @@ def test_nonsense_is_refused():
 
 
 def lease(prompt=4, answer=0):
-    return Lease(Plan(4, 4), list(range(prompt + answer)), prompt, 100, None, None, None)
+    return Lease(Plan(4, 4), list(range(prompt + answer)), prompt, 100, None, None, None, known=prompt)
 
 
 def in_flight(owner, start, rows, loop, loops=4):

@@ -460,7 +460,7 @@ async def test_what_a_prefix_saved_is_counted_once_and_is_no_work_ahead():
         def admit_cached(prepared, pool):
             assert pool is scheduler.pool
             lease = admit(prepared, pool)
-            lease.cached = lease.planned = 2
+            lease.cached = lease.todo[0].start = 2
             return lease
 
         engine.admit = admit_cached
@@ -468,3 +468,85 @@ async def test_what_a_prefix_saved_is_counted_once_and_is_no_work_ahead():
         await scheduler.submit(request(1, 2, 3, mode="score"))
         assert value(scheduler.metrics_text(), "prefix_lookup_tokens_total") == 3
         assert value(scheduler.metrics_text(), "prefix_hit_tokens_total", depth="exact") == 2
+
+
+# Memory pressure
+
+
+async def test_the_newest_of_the_lowest_priority_yields():
+    async with Running() as (engine, scheduler):
+        yielded, suspend = [], engine.suspend
+        engine.suspend = lambda lease: (yielded.append(lease.tokens[0]), suspend(lease))
+        engine.shortages.extend([0, 0, 1, 1])
+        jobs = [(10, 0), (20, 0), (30, 1)]
+        results = await asyncio.gather(*(scheduler.submit(request(p, new=6), priority=level) for p, level in jobs))
+        assert [result.token_ids for result in results] == [answer(p, new=6) for p, _ in jobs]
+        assert yielded == [20, 10]
+        assert value(scheduler.metrics_text(), "preemptions_total") == 2
+
+
+async def test_who_yielded_resumes_before_those_who_wait_in_its_level():
+    async with Running(max_running=2) as (engine, scheduler):
+        dispatched, admit = [], engine.admit
+        engine.admit = lambda prepared, pool: (dispatched.append(prepared.prompt[0]), admit(prepared, pool))[1]
+        resume = engine.resume
+        engine.resume = lambda lease: (dispatched.append(-lease.tokens[0]), resume(lease))[1]
+        engine.shortages.extend([0, 1])
+        await asyncio.gather(*(scheduler.submit(request(p)) for p in (10, 20, 30)))
+        assert dispatched == [10, 20, -20, 30]
+
+
+async def test_a_yielded_request_is_in_flight_and_can_be_cancelled():
+    async with Running() as (engine, scheduler):
+        first, second = (scheduler.submit_stream(request(p, new=40)) for p in (10, 20))
+        await anext(first)
+        await anext(second)
+        engine.resume = lambda lease: False
+        engine.shortages.append(1)
+        while not engine.suspended:
+            await anext(first)
+        assert scheduler.snapshot()["in_flight"] == 2
+        await second.aclose()
+        assert scheduler.snapshot()["in_flight"] == 1
+        assert [chunk async for chunk in second] == []
+        assert len([chunk async for chunk in first]) > 0
+        assert outcomes(scheduler.metrics_text()) == {("done", "length"): 1, ("cancelled", "client"): 1}
+
+
+async def test_a_yielded_request_finishes_within_a_drain():
+    engine = SteppingEngine()
+    scheduler = Scheduler(engine, clock=engine.clock)
+    await scheduler.start()
+    first, second = (scheduler.submit_stream(request(p, new=40)) for p in (10, 20))
+    await anext(first)
+    await anext(second)
+    resume, engine.resume = engine.resume, lambda lease: False
+    engine.shortages.append(1)
+    while not engine.suspended:
+        await anext(first)
+    engine.resume = resume
+    await scheduler.shutdown(5)
+    assert second.result is not None
+    assert second.result.token_ids == answer(20, new=40)
+
+
+async def test_a_yield_that_can_never_be_taken_back_is_an_error_not_a_hang():
+    async with Running() as (engine, scheduler):
+        engine.resume = lambda lease: False
+        engine.shortages.append(1)
+        calm, lost = await asyncio.gather(*(scheduler.submit(request(p)) for p in (10, 20)), return_exceptions=True)
+        assert calm.token_ids == answer(10)
+        assert isinstance(lost, EngineError)
+
+
+async def test_others_pass_those_who_wait_for_a_prefix():
+    async with Running() as (engine, scheduler):
+        engine.awaited.add((7, 7))
+        filling = scheduler.submit_stream(request(1, new=40))
+        await anext(filling)
+        waiting = asyncio.create_task(scheduler.submit(request(7, 7)))
+        assert (await scheduler.submit(request(2))).token_ids == answer(2)
+        assert scheduler.snapshot()["queue_depth"] == 1
+        engine.awaited.clear()
+        assert (await waiting).token_ids == answer(7, 7)
+        await filling.aclose()

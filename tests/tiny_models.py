@@ -19,15 +19,19 @@ RETROFIT = {"retrofit": {"prelude": 2, "core": 2, "default_loops": 2, "max_loops
 
 
 class RandomTensors:
-    """A checkpoint in which every tensor exists: drawn from its name, scaled so that activations stay near 1."""
+    """A checkpoint in which every tensor exists, drawn from its name.
 
-    def __init__(self) -> None:
+    At `scale` 2 answers are lively, but a looped model then amplifies rounding; a small scale keeps logits comparable.
+    """
+
+    def __init__(self, scale: float = 2.0) -> None:
+        self.scale = scale
         self.taken: dict[str, torch.Tensor] = {}
 
     def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4])
         drawn = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-        scaled = 1 + 0.1 * drawn if "norm" in name else 2 * drawn / shape[-1] ** 0.5
+        scaled = 1 + 0.1 * drawn if "norm" in name else self.scale * drawn / shape[-1] ** 0.5
         self.taken[name] = scaled
         return scaled
 
@@ -51,16 +55,22 @@ def raw_config(model_type: str = "ouro", **changes: Any) -> dict[str, Any]:
     }
 
 
-def tiny_stack(model_type: str = "ouro", **changes: Any) -> LoopedStack:
+def tiny_stack(model_type: str = "ouro", *, scale: float = 2.0, **changes: Any) -> LoopedStack:
     raw = raw_config(model_type, **changes)
     family = family_of(raw)
-    return LoopedStack(family, family.config(raw), Weights(RandomTensors(), torch.float32, torch.device("cpu")))
+    return LoopedStack(family, family.config(raw), Weights(RandomTensors(scale), torch.float32, torch.device("cpu")))
 
 
 def tiny_model(
-    model_type: str = "ouro", *, pages: int = 400, page_size: int = 4, max_chunk: int = 512, **changes: Any
+    model_type: str = "ouro",
+    *,
+    pages: int = 400,
+    page_size: int = 4,
+    max_chunk: int = 512,
+    scale: float = 2.0,
+    **changes: Any,
 ) -> Model:
-    stack = tiny_stack(model_type, **changes)
+    stack = tiny_stack(model_type, scale=scale, **changes)
     memory = pages * PagedKV.page_bytes(stack.config, page_size, stack.dtype)
     return Model("tiny", stack, tiny_tokenizer(), kv_memory=memory, page_size=page_size, max_chunk=max_chunk)
 

@@ -98,6 +98,10 @@ class ModelConfig:
     trained_loops: int = 1
     loop_decay: float | None = None
     adaptive: bool = False
+    loop_reads_total: bool = False  # something fed to the core depends on how many loops there will be
+    shared_planes: bool = False  # a loop reads another loop's keys and values, or a window over loops
+    random_start: bool = False  # the core starts from noise, or from another token's last state
+    bidirectional_prompt: bool = False  # prompt tokens look ahead
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim",
@@ -123,3 +127,14 @@ class ModelConfig:
         layer = self.hidden_size * (2 * q + 2 * kv + 3 * self.intermediate_size)
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
         return layer * self.layout.layers + embeddings
+
+
+def prefix_serves_every_depth(config: ModelConfig) -> bool:
+    """Whether plane r of a token prefix is the same however many loops a request runs.
+
+    Plane r depends on the tokens and on planes 1..r alone exactly when nothing fed to the core depends on the number of
+    loops to come, loop r reads plane r of the history and no other, the core starts from the prelude, and no token
+    looks ahead. Then a prefix held to depth R serves every request of at most R loops, and the state that it left
+    carries it deeper. A coda's planes always belong to one depth; they are rebuilt from the state at that depth.
+    """
+    return not (config.loop_reads_total or config.shared_planes or config.random_start or config.bidirectional_prompt)

@@ -4,6 +4,7 @@ Knows no HTTP and no asyncio. One thread at a time.
 """
 
 import os
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +16,13 @@ from torch import Tensor
 from tinyloop import chat, oracle
 from tinyloop.checkpoint import open_checkpoint
 from tinyloop.config import ModelConfig
+from tinyloop.drive import Batch, Job
 from tinyloop.errors import RequestError
 from tinyloop.kv.cache import PagedKV
 from tinyloop.kv.prefix import PrefixPool
 from tinyloop.models.family import Weights
 from tinyloop.models.registry import family_of
-from tinyloop.plan import LoopPlan, make_plan
+from tinyloop.plan import make_plan
 from tinyloop.runner import MAX_CHUNK, PAGE_SIZE, Runner
 from tinyloop.sampling import Logprobs, SamplingParams
 from tinyloop.sequence import Lease, TokenEvent
@@ -29,7 +31,6 @@ from tinyloop.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
 LEAST_KV_BYTES = 512 * 2**20
-NO_ROOM = "no room in the KV budget while other streams are open"
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ class Model:
         """Answer one prompt (text or token ids). Raises RequestError naming the field that is out of bounds."""
         plan = make_plan(self.config, loops=loops, prefill_loops=prefill_loops, exit_threshold=exit_threshold,
                          cache_window=cache_window)  # fmt: skip
-        return self._run([(self.encode(prompt), plan)], max_new_tokens, sampling)[0]
+        return self._run([Job(self.encode(prompt), plan, max_new_tokens, sampling)])[0]
 
     def generate_batch(
         self,
@@ -112,8 +113,8 @@ class Model:
         if len(depths) != len(prompts):
             raise RequestError("loops", f"loops holds {len(depths)} depths for {len(prompts)} prompts")
         plans = [make_plan(self.config, loops=depth, cache_window=cache_window) for depth in depths]
-        jobs = [(self.encode(prompt), plan) for prompt, plan in zip(prompts, plans, strict=True)]
-        return self._run(jobs, max_new_tokens, sampling)
+        pairs = zip(prompts, plans, strict=True)
+        return self._run([Job(self.encode(prompt), plan, max_new_tokens, sampling) for prompt, plan in pairs])
 
     def generate_with_pool(
         self,
@@ -124,23 +125,30 @@ class Model:
         loops: int | None = None,
         cache_window: int = 0,
         sampling: SamplingParams = SamplingParams(),  # noqa: B008 - frozen
+        salt: str = "",
     ) -> Generation:
-        """Like `generate`, but a prefix registered in `pool` is not computed again where that is exact."""
+        """Like `generate`, but what `pool` holds of the prompt is not computed again; prompt and answer go there.
+
+        A prefix serves any depth that is exact (`config.prefix_serves_every_depth`). Different salts share nothing.
+        """
         plan = make_plan(self.config, loops=loops, cache_window=cache_window)
-        return self._run([(self.encode(prompt), plan)], max_new_tokens, sampling, pool)[0]
+        return self._run([Job(self.encode(prompt), plan, max_new_tokens, sampling, pool=pool, salt=salt)])[0]
 
     def register_prefix(
-        self, pool: PrefixPool, tokens: Prompt, *, loops: int | None = None, cache_window: int = 0
+        self,
+        pool: PrefixPool,
+        tokens: Prompt,
+        *,
+        loops: int | None = None,
+        cache_window: int = 0,
+        salt: str = "",
     ) -> int:
-        """Compute a prefix and keep it in `pool`; returns the number of tokens cached."""
+        """Compute a prefix and pin it in `pool`; returns the number of tokens cached."""
         plan = make_plan(self.config, loops=loops, cache_window=cache_window)
-        lease = self._admit(self.encode(tokens), plan, 0, SamplingParams())
-        try:
-            while not lease.finish_reason:
-                self._step(lease)
-            return self.runner.keep_prefix(lease, pool)
-        finally:
-            self.runner.release(lease)
+        kept: list[int] = []
+        job = Job(self.encode(tokens), plan, pool=pool, salt=salt)
+        Batch(self.runner, [job], lambda lease: kept.append(self.runner.keep_prefix(lease, pool))).run()
+        return kept[0]
 
     def stream(
         self,
@@ -156,23 +164,12 @@ class Model:
         """The tokens of one answer as they are made; `.text` is what became readable with each."""
         plan = make_plan(self.config, loops=loops, prefill_loops=prefill_loops, exit_threshold=exit_threshold,
                          cache_window=cache_window)  # fmt: skip
-        lease = self._admit(self.encode(prompt), plan, max_new_tokens, sampling)
-        try:
-            while not lease.finish_reason:
-                yield from self._step(lease)
-        finally:
-            self.runner.release(lease)
+        return Batch(self.runner, [Job(self.encode(prompt), plan, max_new_tokens, sampling)]).events()
 
     def score(self, prompt: Prompt, loops: int | None = None) -> list[float]:
         """Log-probabilities of tokens 1, 2, ... of the prompt, each given those before it."""
-        plan = make_plan(self.config, loops=loops)
-        lease = self._admit(self.encode(prompt), plan, 0, SamplingParams(), prompt_logprobs=0)
-        try:
-            while not lease.finish_reason:
-                self._step(lease)
-            return [value.chosen for value in lease.prompt_logprob_values]
-        finally:
-            self.runner.release(lease)
+        job = Job(self.encode(prompt), make_plan(self.config, loops=loops), prompt_logprobs=0)
+        return [value.chosen for value in Batch(self.runner, [job]).run().leases[0].prompt_logprob_values]
 
     def oracle(self, prompt: Prompt, loops: int | Sequence[int] | None = None, cache_window: int = 0) -> Tensor:
         """Logits [tokens, vocab_size] by the slow way that fast paths are compared with."""
@@ -190,63 +187,12 @@ class Model:
         """A conversation as a prompt, through the model's chat template."""
         return chat.render(self.tokenizer, messages)
 
-    def _admit(
-        self,
-        prompt: Sequence[int],
-        plan: LoopPlan,
-        max_new_tokens: int,
-        sampling: SamplingParams,
-        prompt_logprobs: int | None = None,
-    ) -> Lease:
-        """Admit at once or say that there is no room: between calls only open streams hold pages."""
-        lease = self.runner.admit(prompt, plan, max_new_tokens=max_new_tokens, sampling=sampling,
-                                  prompt_logprobs=prompt_logprobs)  # fmt: skip
-        if lease is None:
-            raise RequestError("max_new_tokens", NO_ROOM)
-        return lease
-
-    def _step(self, *leases: Lease) -> Sequence[TokenEvent]:
-        """One step of these leases; other open streams stand still."""
-        return self.runner.step([s for s in self.runner.ready() if s.lease in leases]).tokens
-
-    def _run(
-        self,
-        jobs: Sequence[tuple[list[int], LoopPlan]],
-        max_new_tokens: int,
-        sampling: SamplingParams,
-        pool: PrefixPool | None = None,
-    ) -> list[Generation]:
-        """Admit as many as fit, step them all, and go on with the rest as room comes free."""
-        waiting = list(enumerate(jobs))[::-1]
-        running: dict[Lease, tuple[int, list[TokenEvent]]] = {}
-        answers: dict[int, Generation] = {}
-        try:
-            while waiting or running:
-                while waiting and (lease := self._try_admit(waiting[-1][1], max_new_tokens, sampling, pool, running)):
-                    running[lease] = (waiting.pop()[0], [])
-                for event in self._step(*running):
-                    running[event.lease][1].append(event)
-                for lease in [one for one in running if one.finish_reason]:
-                    index, events = running.pop(lease)
-                    answers[index] = _generation(lease, events)
-                    self.runner.release(lease)
-        finally:
-            for lease in running:
-                self.runner.release(lease)
-        return [answers[i] for i in range(len(jobs))]
-
-    def _try_admit(
-        self,
-        job: tuple[list[int], LoopPlan],
-        max_new_tokens: int,
-        sampling: SamplingParams,
-        pool: PrefixPool | None,
-        running: Mapping[Lease, object],
-    ) -> Lease | None:
-        lease = self.runner.admit(*job, max_new_tokens=max_new_tokens, sampling=sampling, pool=pool)
-        if lease is None and not running:
-            raise RequestError("max_new_tokens", NO_ROOM)
-        return lease
+    def _run(self, jobs: Sequence[Job]) -> list[Generation]:
+        batch = Batch(self.runner, jobs)
+        events = defaultdict[Lease, list[TokenEvent]](list)
+        for event in batch.events():
+            events[event.lease].append(event)
+        return [_generation(lease, events[lease]) for lease in batch.leases]
 
 
 def _generation(lease: Lease, events: Sequence[TokenEvent]) -> Generation:

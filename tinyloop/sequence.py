@@ -11,16 +11,27 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tinyloop.kv.pages import PageTable
+    from tinyloop.kv.prefix import PrefixPool
     from tinyloop.plan import LoopPlan
     from tinyloop.sampling import Logprobs, Sampler
     from tinyloop.text import TextStream
+
+
+@dataclass
+class Span:
+    """Known tokens `[start, end)` still to be run; `loop` loops of them are kept from a prefix."""
+
+    start: int
+    end: int
+    loop: int = 0
 
 
 @dataclass(eq=False)
 class Lease:
     """What an admitted request holds in the runner: its tokens, its pages, and how its answer is made.
 
-    Positions `[0, cached)` came from a prefix. Positions `[cached, planned)` are in segments or done.
+    Positions `[0, cached)` came from a prefix, though parts of them may need more loops or another coda. `done` tokens
+    are complete in every plane. After a yield the answer so far is read again like a prompt: `known` tokens in all.
     """
 
     plan: LoopPlan
@@ -30,29 +41,44 @@ class Lease:
     sampler: Sampler
     text: TextStream
     pages: PageTable
+    prefixes: PrefixPool | None = None  # where its tokens are looked up and kept
+    salt: str = ""
     cached: int = 0
-    planned: int = 0
+    hit: str = ""  # "exact", "shallower" or "deepened"
+    known: int = 0
+    done: int = 0
+    todo: list[Span] = field(default_factory=list)  # not yet in a segment, by position
+    depths: list[int] = field(default_factory=list)  # loops that each answer token ran
     prompt_logprobs: int | None = None  # None: not wanted; n: with the n most likely tokens
     prompt_logprob_values: list[Logprobs] = field(default_factory=list)  # of prompt tokens 1, 2, ...
     segments: list[Segment] = field(default_factory=list)  # in flight, by position
     finish_reason: str | None = None
-    released: bool = False
 
     @property
     def answer_tokens(self) -> int:
         return len(self.tokens) - self.prompt_tokens
 
+    def loops_at(self, position: int) -> int:
+        """How many loops the known token at a position gets."""
+        answer = position - self.prompt_tokens
+        if answer < 0:
+            return self.plan.prefill_loops
+        return self.depths[answer] if answer < len(self.depths) else self.plan.loops
+
 
 @dataclass(eq=False)
 class Segment:
-    """Consecutive tokens `[start, start + rows)` of one lease that stand at the same depth and move together."""
+    """Consecutive tokens `[start, start + rows)` of one lease that stand at the same depth and move together.
+
+    A fresh segment is not yet in the core. It enters through the prelude, or, if `loop` is above 0, from kept states.
+    """
 
     lease: Lease
     start: int
     rows: int
     loops: int  # how many it gets
     loop: int = 0  # how many it has run
-    state: Any = None  # hidden states [rows, hidden_size]; None until it enters the prelude
+    state: Any = None  # hidden states [rows, hidden_size]; None while it is fresh
     survival: float = 1.0  # probability of not having exited, for the adaptive rule
 
     @property
@@ -61,17 +87,17 @@ class Segment:
 
     @property
     def fresh(self) -> bool:
-        """Not yet in the prelude; may still be trimmed."""
+        """Has not entered; may still be trimmed."""
         return self.state is None
 
     @property
     def at_boundary(self) -> bool:
-        """Its next step begins with boundary work: prelude if fresh, coda and head if it finished its loops."""
+        """Its next step begins with boundary work: entering if fresh, coda and head if it finished its loops."""
         return self.state is None or self.loop >= self.loops
 
     @property
     def is_prompt(self) -> bool:
-        return self.start < self.lease.prompt_tokens
+        return self.start < self.lease.known
 
     def trim(self, rows: int) -> Segment:
         """Shorten a fresh segment to at most `rows` tokens; what is cut off will be offered again."""

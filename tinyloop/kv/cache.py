@@ -18,8 +18,10 @@ if TYPE_CHECKING:
 class PagedKV:
     """Keys and values: `k[layer]`, `v[layer]` are [num_pages, page_size, kv_heads, head_dim].
 
-    `layer` counts the layers inside a page. Memory is zeroed: a masked key weighs nothing only if it is a number. The
-    system hands pages of zeros out lazily, so a large budget costs nothing until it is used.
+    `layer` counts the layers inside a page. `states` [num_pages, page_size, hidden_size] lies beside the first page of
+    each core plane: what the tokens' states were after that loop, from where a prefix can be deepened. Memory is
+    zeroed: a masked key weighs nothing only if it is a number. The system hands zeros out lazily, so a large budget
+    costs nothing until it is used.
     """
 
     def __init__(self, config: ModelConfig, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device):
@@ -28,11 +30,13 @@ class PagedKV:
         shape = (config.layout.layers_per_page, num_pages, page_size, config.num_kv_heads, config.head_dim)
         self.k = torch.zeros(shape, dtype=dtype, device=device)
         self.v = torch.zeros(shape, dtype=dtype, device=device)
+        self.states = torch.zeros((num_pages, page_size, config.hidden_size), dtype=dtype, device=device)
 
     @staticmethod
     def page_bytes(config: ModelConfig, page_size: int, dtype: torch.dtype) -> int:
-        """Bytes of one page, keys and values together."""
-        return config.layout.layers_per_page * page_size * config.kv_elements * dtype.itemsize
+        """Bytes of one page: keys, values and states."""
+        elements = config.layout.layers_per_page * config.kv_elements + config.hidden_size
+        return page_size * elements * dtype.itemsize
 
     def attend(self, batch: PackedBatch, section: Section, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Keep the rows' keys and values, then attend over what their segments have in this plane.
@@ -56,6 +60,15 @@ class PagedKV:
         """Copy whole pages, for a writer that must not touch a shared one."""
         self.k[:, targets] = self.k[:, sources]
         self.v[:, targets] = self.v[:, sources]
+        self.states[targets] = self.states[sources]
+
+    def keep_states(self, slots: Tensor, h: Tensor) -> None:
+        """`h` [rows, hidden_size] as the states after the loop whose plane has these flat slots."""
+        self.states.view(-1, h.shape[1]).index_copy_(0, slots, h)
+
+    def read_states(self, slots: Tensor) -> Tensor:
+        """States [rows, hidden_size] at flat slots."""
+        return self.states.view(-1, self.states.shape[2]).index_select(0, slots)
 
     def copy_slots(self, sources: Tensor, targets: Tensor) -> None:
         """Copy single tokens between planes, all layers of a page at once. Flat slots, [tokens] each."""
