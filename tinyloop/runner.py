@@ -29,7 +29,7 @@ from tinyloop.tokenizer import Tokenizer
 
 PAGE_SIZE = 16  # tokens
 MAX_CHUNK = 512  # prompt tokens in one segment
-SLACK = 32  # tokens that each running request should be able to grow by when another one is admitted
+SLACK = 16  # tokens that each running request should be able to grow by when another one is admitted
 
 
 class Runner:
@@ -71,6 +71,8 @@ class Runner:
     ) -> None:
         """Refuse what can never run: an empty prompt, unknown ids, more than the context or the whole KV budget."""
         context, vocab = self.stack.config.max_context, self.stack.config.vocab_size
+        if not isinstance(max_new_tokens, int) or max_new_tokens < 0:
+            raise RequestError("max_new_tokens", f"max_new_tokens must be a whole number, at least 0: {max_new_tokens}")
         if not prompt:
             raise RequestError("prompt", "prompt must hold at least one token")
         if min(prompt) < 0 or max(prompt) >= vocab:
@@ -199,8 +201,11 @@ class Runner:
         """Whether the known tokens fit, with some slack for everybody to grow."""
         shared = [page for node in self._whole(match) for page in self._wanted(node, lease.plan)]
         needed = self.pages_needed(lease.plan, len(lease.tokens)) - len(shared)
-        slack = sum(self._blocks(SLACK) * one.plan.rows for one in (*self.leases, lease))
+        slack = sum(self._slack(one) for one in (*self.leases, lease))
         return needed + slack <= self.pool.available - sum(map(self.pool.is_idle, shared))
+
+    def _slack(self, lease: Lease) -> int:
+        return self._blocks(min(SLACK, lease.max_new_tokens - lease.answer_tokens)) * lease.plan.rows
 
     # Prefixes
 

@@ -19,6 +19,7 @@ from tinyloop.errors import CheckpointError, RequestError
 
 _T = TypeVar("_T")
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+LONG_TEXT = 2_000  # characters; a longer text is encoded as a batch of one, which lets other threads run meanwhile
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
@@ -79,6 +80,8 @@ class Tokenizer:
         """Token ids of `text`. With `special=False`, text that spells a control token stays text."""
         core = self._core if special else self._plain_core()
         try:
+            if len(text) > LONG_TEXT:
+                return core.encode_batch([text], add_special_tokens=False)[0].ids
             return core.encode(text, add_special_tokens=False).ids
         except (TypeError, UnicodeEncodeError) as error:
             raise RequestError("prompt", "the text is not valid Unicode: it holds half of a surrogate pair") from error
