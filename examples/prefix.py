@@ -7,7 +7,7 @@ import time
 
 import tinyloop as tl
 
-LOOPS = 2  # smollm2 has a coda, so a prefix serves requests of the very depth it was computed at
+LOOPS = 2
 
 model = tl.Model.load("smollm2", dtype="float32")  # in bfloat16 rounding may turn an answer at a tie
 greedy = tl.SamplingParams(temperature=0)

@@ -65,7 +65,7 @@ class Envelope:
     """Around everything: the request's id, the Host header, and an answer for whatever was raised."""
 
     def __init__(self, app: ASGIApp, allowed_hosts: Collection[str] = ()) -> None:
-        self.app, self.allowed_hosts = app, allowed_hosts
+        self.app, self.allowed_hosts = app, {host.lower() for host in allowed_hosts}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -83,7 +83,7 @@ class Envelope:
             await send(message)
 
         try:
-            self._check_host(Headers(scope=scope))
+            self._check_host(scope)
             await self.app(scope, receive, send_with_id)
         except (ClientGone, ClientDisconnect):
             return
@@ -93,10 +93,16 @@ class Envelope:
             answer = error_response(error, request_id, scope["app"].state.scheduler)
             await answer(scope, receive, send_with_id)
 
-    def _check_host(self, headers: Headers) -> None:
-        host = re.sub(r":\d+$", "", headers.get("host", ""))
+    def _check_host(self, scope: Scope) -> None:
+        host = re.sub(r":\d+$", "", _host(scope)).lower()
         if self.allowed_hosts and host not in self.allowed_hosts:
             raise refusal(403, "host_not_allowed", "this Host header is not served here; see --allowed-host")
+
+
+def _host(scope: Scope) -> str:
+    """The Host header. HTTP/1.0 need not send one; what it asks for is then the address that it has reached."""
+    reached = scope["server"][0] if scope["http_version"] == "1.0" and scope["server"] else ""
+    return Headers(scope=scope).get("host", f"[{reached}]" if ":" in reached else reached)
 
 
 def _request_id(headers: Headers) -> str:

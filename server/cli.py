@@ -5,6 +5,7 @@ tinyloop generate "The capital of France is" --loops 2
 """
 
 import json
+import math
 import re
 import socket
 import sys
@@ -15,16 +16,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tinyloop import __version__
-from tinyloop.errors import TinyLoopError
+from tinyloop.errors import NeverFits, TinyLoopError
 
 if TYPE_CHECKING:
     from server.engine import ModelInfo
-    from server.scheduler import DispatchMode, Scheduler
+    from server.scheduler import DispatchMode, Engine, Scheduler
     from server.settings import Settings
     from tinyloop.model import Model
 
 cli = typer.Typer(name="tinyloop", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+_MOST_BYTES = 1 << 62  # more than any machine has, and still a number that can be compared with what it has
 CLOSE_S = 5  # how long a client may take to read its last bytes before its connection is cut
 
 
@@ -42,7 +44,13 @@ def _size(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", text.strip().lower())
     if match is None:
         raise typer.BadParameter(f"{text!r} is not a size; write it as 512MiB or 2GiB")
-    return int(float(match[1]) * _UNITS[match[2]])
+    return int(min(float(match[1]) * _UNITS[match[2]], _MOST_BYTES))
+
+
+def _positive(value: float | None) -> float | None:
+    if value is not None and not 0 < value < math.inf:
+        raise typer.BadParameter(f"{value:g} is not above 0")
+    return value
 
 
 def _mode(text: str) -> "DispatchMode":
@@ -66,10 +74,13 @@ def serve(
     loops: Annotated[int | None, typer.Option(help="Loops of a request that names none.")] = None,
     dispatch: Annotated[str, typer.Option(help="sequential, homogeneous, interleaved or continuous.")] = "continuous",
     max_queue_depth: Annotated[int, typer.Option(min=1, help="Requests that may wait.")] = 128,
-    slo_ms: Annotated[float | None, typer.Option(help="Longest predicted wait of a request that sets none.")] = None,
+    slo_ms: Annotated[
+        float | None, typer.Option(callback=_positive, help="Longest predicted wait of a request that sets none.")
+    ] = None,
     kv_memory: Annotated[str | None, typer.Option(help="Memory for keys and values, such as 2GiB.")] = None,
     max_running: Annotated[int | None, typer.Option(min=1, help="Requests that may run at once.")] = None,
     drain_timeout: Annotated[float, typer.Option(help="Seconds that running requests get at shutdown.")] = 30.0,
+    salt_by_key: Annotated[bool, typer.Option("--salt-by-key", help="Share no prefixes between API keys.")] = False,
     allowed_host: Annotated[list[str] | None, typer.Option(help="A further Host header to answer.")] = None,
 ) -> None:
     """Serve a model over HTTP. SIGTERM and Ctrl-C finish what runs; a second one ends at once."""
@@ -80,17 +91,36 @@ def serve(
     memory = None if kv_memory is None else _size(kv_memory)
     policy = Policy(_mode(dispatch), max_running=max_running)
     engine = Engine.load(model, dtype=dtype, kv_memory=memory, default_loops=loops)
+    _check_memory(engine)
     scheduler = Scheduler(engine, max_queue_depth=max_queue_depth, default_slo_ms=slo_ms, policy=policy)
     hosts = (*LOOPBACK, *(allowed_host or ())) if host in LOOPBACK else tuple(allowed_host or ())
-    run_server(scheduler, Settings(allowed_hosts=hosts, drain_timeout_s=drain_timeout), address)
+    run_server(
+        scheduler, Settings(allowed_hosts=hosts, drain_timeout_s=drain_timeout, salt_by_key=salt_by_key), address
+    )
+
+
+def _check_memory(engine: "Engine") -> None:
+    """Raises TinyLoopError if not even one token fits: the server would start and refuse everybody."""
+    from server.types import GenerationRequest
+
+    try:
+        engine.prepare(GenerationRequest([0], max_new_tokens=0))
+    except NeverFits as error:
+        raise TinyLoopError(f"--kv-memory is too small for a single token: {error}") from error
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """The address, taken but not yet answering. Raises TinyLoopError."""
-    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    """The address, taken but not yet answering: who connects now waits. Raises TinyLoopError.
+
+    It listens at once, because SO_REUSEADDR lets two sockets have a port until one of them does. The protocol is
+    spelled out because asyncio turns Nagle's algorithm off only where it reads TCP there.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind((host, port))
+        bound.listen()
     except OSError as error:
         bound.close()
         raise TinyLoopError(f"cannot listen on {host} port {port}: {error.strerror}") from error

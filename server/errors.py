@@ -102,7 +102,9 @@ def http_error(error: BaseException) -> HttpError:
 
 
 def rejection_reason(error: BaseException) -> str:
-    """The metrics' word for why somebody was turned away."""
+    """The metrics' word for why somebody was turned away. A web framework's own refusal carries a `status_code`."""
+    if 400 <= getattr(error, "status_code", 0) < 500:
+        return "invalid"
     return next((reason for kind, _, _, reason in HTTP_ERRORS if isinstance(error, kind)), "internal")
 
 

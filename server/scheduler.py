@@ -178,8 +178,8 @@ class Scheduler:
         self, req: GenerationRequest, priority: int, slo_ms: float | None, *, streaming: bool
     ) -> ScheduledRequest:
         """The gates in order, the cheap ones first. No await in here: nobody can slip in between check and place."""
-        self.check_open()
-        with self._counting_refusals():
+        with self.counting_refusals():
+            self.check_open()
             prepared = self._prepare(req)
             predicted_ms = self.admission.check_wait(slo_ms, len(self._waiting), self._in_flight)
         request = ScheduledRequest(
@@ -194,19 +194,21 @@ class Scheduler:
 
     def check_open(self) -> None:
         """Raise at once what `submit` would raise whatever the request, before work is put into preparing it."""
-        with self._counting_refusals():
-            if self._draining:
-                raise SchedulerShutdown("the server is shutting down")
-            if reason := self._stopped_reason():
-                raise SchedulerNotRunning(reason)
-            self.admission.check_depth(len(self._waiting))
+        if self._draining:
+            raise SchedulerShutdown("the server is shutting down")
+        if reason := self._stopped_reason():
+            raise SchedulerNotRunning(reason)
+        self.admission.check_depth(len(self._waiting))
 
     @contextmanager
-    def _counting_refusals(self) -> Iterator[None]:
+    def counting_refusals(self) -> Iterator[None]:
+        """Whatever is raised in here turns an arrival away, and is counted: once, also where this is nested."""
         try:
             yield
         except Exception as error:
-            self.metrics.on_rejected(rejection_reason(error))
+            if not getattr(error, "counted", False):
+                self.metrics.on_rejected(rejection_reason(error))
+                setattr(error, "counted", True)  # noqa: B010 - exceptions declare no such field
             raise
 
     def _prepare(self, req: GenerationRequest) -> PreparedRequest | None:
@@ -352,7 +354,7 @@ class Scheduler:
     def _resume(self, request: ScheduledRequest) -> bool:
         """False if there is no room yet. On an idle engine there must be, or the request would wait for ever."""
         lease = self._yielded_leases[request]
-        resumed = self.engine.resume(lease)
+        resumed = bool(self.engine.resume(lease))
         if resumed or not self._running:
             self._forget_yielded(request)
         if resumed:

@@ -43,6 +43,13 @@ def refusal(template: str | None, *messages: dict[str, Any], **options: Any) -> 
     return str(caught.value)
 
 
+@pytest.mark.parametrize("messages", ["hi", "", None, 5, [1], ["hi"], {"role": "user", "content": "hi"}])
+def test_what_is_no_list_of_messages_is_refused(messages: Any) -> None:
+    with pytest.raises(RequestError, match="messages must be a list of mappings") as caught:
+        render(with_template(), messages)
+    assert caught.value.field == "messages"
+
+
 def user(content: str) -> dict[str, Any]:
     return {"role": "user", "content": content}
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import struct
 import subprocess
 import threading
@@ -16,9 +17,12 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.tiny import SPECIAL, byte_tokenizer, write_checkpoint
+from tests.tiny_models import raw_config
 from tinyloop.checkpoint import builtin, hub, open_checkpoint
-from tinyloop.checkpoint.translate import pairs_to_halves, translate_name
+from tinyloop.checkpoint.gguf import GGUFFile
+from tinyloop.checkpoint.translate import pairs_to_halves, translate_config, translate_name
 from tinyloop.errors import CheckpointError
+from tinyloop.models.registry import family_of
 
 CONFIG = {"model_type": "llama", "hidden_size": 4}
 TENSORS = {"model.norm.weight": torch.arange(4.0), "model.embed_tokens.weight": torch.randn(6, 4)}
@@ -129,6 +133,74 @@ def test_pickles_are_refused_and_never_opened(directory: Path, name: str) -> Non
 def test_unreadable_config_is_named(directory: Path, text: str) -> None:
     (directory / "config.json").write_text(text)
     assert "config.json" in refusal(directory)
+
+
+WRONG_KEYS: list[tuple[str, object]] = [
+    ("rope_parameters", []), ("rope_parameters", "x"), ("rope_scaling", 3), ("tinyloop", None), ("tinyloop", []),
+    ("tinyloop", "x"), ("rope_theta", 0), ("rope_theta", -1.0), ("rope_theta", math.nan), ("rope_theta", math.inf),
+    ("rope_theta", 10**400), ("rope_theta", "x"), ("rms_norm_eps", 0), ("rms_norm_eps", -1e-6),
+    ("rms_norm_eps", math.nan), ("rms_norm_eps", math.inf), ("tie_word_embeddings", "yes"), ("tie_word_embeddings", 1),
+    ("partial_rotary_factor", 0.5), ("quantization_config", {"quant_method": "gptq"}), ("head_dim", 11),
+    ("head_dim", 0), ("head_dim", 1), ("head_dim", -2), ("head_dim", 12.0), ("hidden_size", None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model_type", "key", "value"),
+    [
+        (kind, key, value)
+        for kind in ("llama", "ouro")
+        for key, value in WRONG_KEYS
+        if (kind, key) != ("ouro", "tinyloop")
+    ],
+)
+def test_a_config_key_that_cannot_be_meant_is_named(model_type: str, key: str, value: object) -> None:
+    raw = raw_config(model_type, **{key: value})
+    with pytest.raises(CheckpointError, match=key) as caught:
+        family_of(raw).config(raw)
+    assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize("value", [[], "x", 3])
+def test_a_retrofit_that_is_no_object_is_named(value: object) -> None:
+    raw = raw_config("llama", tinyloop={"retrofit": value})
+    with pytest.raises(CheckpointError, match="retrofit must be an object"):
+        family_of(raw).config(raw)
+
+
+def test_rope_facts_may_stand_in_either_section_or_none() -> None:
+    theta = {"rope_type": "default", "rope_theta": 5.0, "partial_rotary_factor": 1.0}
+    for changes in ({"rope_parameters": theta}, {"rope_parameters": {}, "rope_scaling": theta}, {"rope_theta": 5.0}):
+        raw = raw_config("llama", **changes)
+        assert family_of(raw).config(raw).rope_theta == 5.0
+    raw = raw_config("llama", rope_parameters={**theta, "partial_rotary_factor": 0.25})
+    with pytest.raises(CheckpointError, match="partial_rotary_factor"):
+        family_of(raw).config(raw)
+
+
+def test_heads_that_do_not_divide_the_state_need_a_head_dim() -> None:
+    raw = raw_config("llama", num_attention_heads=5, num_key_value_heads=5)
+    assert family_of(raw).config(raw).head_dim == 12
+    del raw["head_dim"]
+    with pytest.raises(CheckpointError, match="head_dim"):
+        family_of(raw).config(raw)
+
+
+@pytest.mark.parametrize("steps", [0, -1])
+def test_a_trained_depth_below_one_is_named(steps: int) -> None:
+    raw = raw_config("ouro", total_ut_steps=steps)
+    with pytest.raises(CheckpointError, match="total_ut_steps"):
+        family_of(raw).config(raw)
+
+
+def test_a_chat_template_that_is_not_utf_8_is_named(directory: Path) -> None:
+    (directory / "chat_template.jinja").write_bytes(b"\xff\xfe{{")
+    assert refusal(directory).endswith("chat_template.jinja: is not valid UTF-8")
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "x\0y", "~nobody-of-that-name/x", ""])
+def test_what_no_file_could_be_called_is_one_short_refusal(name: str) -> None:
+    assert len(refusal(name)) < 400
 
 
 def test_directory_without_anything_is_refused(tmp_path: Path) -> None:
@@ -345,6 +417,13 @@ def test_gguf_of_an_unknown_kind_is_refused_by_name(
     tmp_path: Path, llama: dict[str, torch.Tensor], arch: str, extra: dict[str, str], named: str
 ) -> None:
     assert named in refusal(write_gguf(tmp_path / "m.gguf", llama, arch, **extra))
+
+
+def test_gguf_with_heads_of_an_odd_size_is_refused(tmp_path: Path, llama: dict[str, torch.Tensor]) -> None:
+    fields = GGUFFile(write_gguf(tmp_path / "m.gguf", llama)).fields
+    for key, value in (("attention.key_length", 7), ("attention.key_length", 1), ("attention.head_count", 5)):
+        with pytest.raises(CheckpointError, match=r"llama\.(attention\.key_length|embedding_length)"):
+            translate_config({**fields, f"llama.{key}": value}, llama)
 
 
 def test_row_order_is_undone_for_weights_and_biases() -> None:

@@ -1,5 +1,6 @@
 """The `tinyloop` command, with a model that answers from a script."""
 
+import asyncio
 import socket
 import subprocess
 import sys
@@ -16,8 +17,9 @@ from server.cli import cli, main
 from server.scheduler import Engine, Scheduler
 from server.settings import LOOPBACK
 from tests.http_support import INFO, ScriptedEngine
+from tests.tiny_models import tiny_model
 from tinyloop import __version__
-from tinyloop.errors import CheckpointError
+from tinyloop.errors import CheckpointError, TinyLoopError
 
 
 def run(*arguments: str) -> Any:
@@ -85,7 +87,9 @@ def served(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     def load(name: str, **options: Any) -> ScriptedEngine:
         seen.update(name=name, **options)
-        return ScriptedEngine()
+        engine: Any = ScriptedEngine()
+        engine.prepare = lambda req: None
+        return engine
 
     def run_server(scheduler: Scheduler, settings: Any, address: tuple[str, int]) -> None:
         seen.update(scheduler=scheduler, settings=settings, address=address)
@@ -113,7 +117,17 @@ def test_serve_passes_its_options_on(served: dict[str, Any]) -> None:
     assert served["scheduler"].admission.default_slo_ms == 250
 
 
-@pytest.mark.parametrize("options", [("--kv-memory", "lots"), ("--dispatch", "random"), ("--max-queue-depth", "0")])
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--kv-memory", "lots"),
+        ("--dispatch", "random"),
+        ("--max-queue-depth", "0"),
+        ("--slo-ms", "0"),
+        ("--slo-ms", "-1"),
+        ("--slo-ms", "nan"),
+    ],
+)
 def test_a_wrong_option_is_a_usage_error(served: dict[str, Any], options: tuple[str, ...]) -> None:
     result = run("serve", *options)
     assert result.exit_code == 2
@@ -133,8 +147,38 @@ def test_a_taken_port_is_one_line_and_no_model_is_loaded(
     assert capsys.readouterr().err == f"tinyloop: cannot listen on 127.0.0.1 port {port}: Address already in use\n"
 
 
+def test_of_two_servers_on_one_port_the_second_fails_at_once() -> None:
+    with server.cli.bind("127.0.0.1", 0) as first:
+        port = first.getsockname()[1]
+        with pytest.raises(TinyLoopError, match=f"cannot listen on 127.0.0.1 port {port}: Address already in use"):
+            server.cli.bind("127.0.0.1", port)
+
+
+async def test_answers_leave_without_waiting_for_more_to_send() -> None:
+    seen: asyncio.Queue[int] = asyncio.Queue()
+
+    def connected(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        seen.put_nowait(writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        writer.close()
+
+    address = server.cli.bind("127.0.0.1", 0)
+    async with await asyncio.start_server(connected, sock=address):
+        _, writer = await asyncio.open_connection(*address.getsockname())
+        assert await asyncio.wait_for(seen.get(), 5) != 0
+        writer.close()
+        await writer.wait_closed()
+
+
+def test_memory_that_holds_no_token_is_said_before_anybody_is_answered(served: dict[str, Any]) -> None:
+    engine = Engine(tiny_model("ouro", pages=3))  # a token takes a page in each of its 4 planes
+    with pytest.raises(TinyLoopError, match=r"--kv-memory is too small for a single token: .* 4 KV pages"):
+        server.cli._check_memory(engine)
+    server.cli._check_memory(Engine(tiny_model("ouro", pages=4)))
+
+
 @pytest.mark.parametrize(
-    ("text", "size"), [("1024", 1024), ("2k", 2048), ("1MiB", 1 << 20), ("1.5 GB", 3 << 29), ("1g", 1 << 30)]
+    ("text", "size"),
+    [("1024", 1024), ("2k", 2048), ("1MiB", 1 << 20), ("1.5 GB", 3 << 29), ("1g", 1 << 30), ("9" * 400, 1 << 62)],
 )
 def test_sizes_are_read_as_people_write_them(text: str, size: int) -> None:
     assert server.cli._size(text) == size

@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from server.engine import Engine
+from server.settings import Settings
 from tests.http_support import events, listening, served, until
 from tests.tiny_models import tiny_model
 
@@ -93,3 +94,37 @@ async def test_what_can_never_fit_is_400() -> None:
     await engine.close()
     assert response.status_code == 400
     assert response.json()["error"]["code"] == "kv_budget_exceeded"
+
+
+async def test_a_prefix_serves_another_depth_and_the_answer_says_how() -> None:
+    async with served(Engine(tiny_model("ouro"))) as (client, _):
+        prompt = list(range(40))
+        hits = [
+            (whole["usage"]["prompt_tokens_details"]["cached_tokens"], whole["tinyloop"]["cache_hit"])
+            for whole in [await answer(client, prompt=prompt, loops=loops, max_tokens=2) for loops in (4, 4, 2, 8)]
+        ]
+        metrics = (await client.get("/metrics")).text
+    assert hits == [(0, ""), (39, "exact"), (39, "shallower"), (39, "deepened")]
+    for depth in ("exact", "shallower", "deepened"):
+        assert f'tinyloop_prefix_hit_tokens_total{{depth="{depth}"}} 39.0' in metrics
+
+
+async def test_salts_and_api_keys_keep_prefixes_apart() -> None:
+    async with served(Engine(tiny_model("ouro")), Settings(drain_timeout_s=1.0, salt_by_key=True)) as (client, _):
+        cached = []
+        for key, salt in (("a", None), ("b", None), ("a", "x"), ("a", None), ("a", "x")):
+            client.headers["authorization"] = f"Bearer {key}"
+            whole = await answer(client, prompt=list(range(40)), cache_salt=salt)
+            cached.append(whole["usage"]["prompt_tokens_details"]["cached_tokens"])
+    assert cached == [0, 0, 0, 39, 39]
+
+
+async def test_every_arrival_is_counted_once_also_those_that_the_router_turns_away(engine: Engine) -> None:
+    async with served(engine) as (client, _):
+        await answer(client)
+        for wrong in ({"model": "other"}, {"loops": 99}, {"prompt": []}, {"max_tokens": 10**6}, {"nonsense": 1}):
+            assert (await client.post(COMPLETIONS, json=body(**wrong))).status_code in (400, 404)
+        await client.post(COMPLETIONS, content=b"{", headers={"content-type": "application/json"})
+        metrics = (await client.get("/metrics")).text
+    assert 'tinyloop_requests_total{outcome="done",reason="length"} 1.0' in metrics
+    assert 'tinyloop_requests_total{outcome="rejected",reason="invalid"} 6.0' in metrics

@@ -41,6 +41,9 @@ def check(response: httpx.Response, status: int, code: str | None = None, param:
         b'{"model": "tiny/loop", "prompt": "a", "seed": ' + b"9" * 5000 + b"}",
         b"[" * 200_000,
         b'{"model": "tiny/loop", "prompt": "\\ud800"}',
+        b'{"model": "tiny/loop", "prompt": "a", "messages": [{"role": "user", "content": "a"}], "\\ud800": 1}',
+        b'{"model": "tiny/loop", "prompt": "a", "stream": true, "stream_options": {"\\ud800": 1}}',
+        b'{"model": "tiny/loop", "messages": [{"\\ud800": 1}]}',
     ],
 )
 @pytest.mark.parametrize("url", [CHAT, COMPLETIONS])
@@ -134,6 +137,35 @@ async def test_what_this_version_cannot_do_is_refused_by_name(field: str, value:
 async def test_a_misspelt_field_is_refused() -> None:
     async with served() as (client, _):
         check(await client.post(CHAT, json=chat(temprature=0)), 400, "unknown_parameter", "temprature")
+        body = chat(stream=True, stream_options={"include_usages": True})
+        check(await client.post(CHAT, json=body), 400, "unknown_parameter", "stream_options.include_usages")
+
+
+NUMBERS = (
+    "n", "max_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "stop_token_ids", "min_tokens", "loops", "min_loops", "prefill_loops", "exit_threshold",
+    "cache_window", "priority", "slo_ms", "logprobs", "best_of", "prompt", "logit_bias",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("field", NUMBERS)
+@pytest.mark.parametrize("digits", [401, 4299])
+async def test_a_number_of_many_digits_is_400_and_not_repeated(field: str, digits: int) -> None:
+    number: Any = int("9" * digits)
+    value = {"stop_token_ids": [number], "prompt": [number], "logit_bias": {"1": number}}.get(field, number)
+    async with served() as (client, engine):
+        for sign in (1, -1):
+            body = completion(**{field: value if isinstance(value, list | dict) else sign * value})
+            assert "9" * 30 not in check(await client.post(COMPLETIONS, json=body), 400, param=field)["message"]
+    assert not engine.seen
+
+
+async def test_a_stop_string_that_is_too_long_is_told_its_length_in_characters() -> None:
+    async with served() as (client, _):
+        for stop in ("x" * 2000, ["x" * 2000]):
+            error = check(await client.post(CHAT, json=chat(stop=stop)), 400, "invalid_value", "stop")
+            assert "at most 1024 characters" in error["message"]
+            assert "items" not in error["message"]
 
 
 @pytest.mark.parametrize(

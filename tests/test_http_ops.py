@@ -34,6 +34,15 @@ async def test_ready_is_red_while_draining_and_health_is_not() -> None:
         assert (await client.get("/health")).status_code == 200
 
 
+@pytest.mark.parametrize("url", ["/health", "/v1/health", "/ready"])
+async def test_a_probe_may_ask_for_the_head_alone(url: str) -> None:
+    async with served() as (client, _):
+        assert (await client.head(url)).status_code == 200
+        scheduler_of(client)._task.cancel()
+        await asyncio.sleep(0.01)
+        assert (await client.head(url)).status_code == 503
+
+
 async def test_metrics_are_prometheus_text() -> None:
     async with served() as (client, _):
         await client.post("/v1/chat/completions", json=chat())
@@ -109,10 +118,39 @@ async def test_one_request_id_twice_at_once_is_two_requests() -> None:
 
 @pytest.mark.parametrize(
     ("host", "status"),
-    [("localhost:8000", 200), ("127.0.0.1", 200), ("[::1]:80", 200), ("evil.example", 403), ("evil.example:8000", 403)],
+    [
+        ("localhost:8000", 200),
+        ("LocalHost", 200),
+        ("127.0.0.1", 200),
+        ("[::1]:80", 200),
+        ("evil.example", 403),
+        ("evil.example:8000", 403),
+    ],
 )
 async def test_a_page_that_rebinds_its_name_is_not_answered(host: str, status: int) -> None:
     async with served(settings=Settings(allowed_hosts=LOOPBACK)) as (client, _):
         response = await client.get("/v1/models", headers={"host": host})
     assert response.status_code == status
     assert status == 200 or response.json()["error"]["code"] == "host_not_allowed"
+
+
+@pytest.mark.parametrize(("address", "status"), [("127.0.0.1", 200), ("::1", 200), ("10.0.0.1", 403)])
+async def test_http_1_0_without_a_host_is_answered_on_loopback(address: str, status: int) -> None:
+    async with served(settings=Settings(allowed_hosts=LOOPBACK)) as (client, _):
+        app: Any = client._transport.app  # type: ignore[attr-defined]
+        sent: list[Any] = []
+
+        async def receive() -> Any:
+            return {"type": "http.request", "body": b""}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        scope = {
+            "type": "http", "http_version": "1.0", "method": "GET", "path": "/health", "raw_path": b"/health",
+            "query_string": b"", "headers": [], "server": (address, 8000), "scheme": "http", "root_path": "",
+        }  # fmt: skip
+        await app(scope, receive, send)
+        await app({**scope, "http_version": "1.1"}, receive, send)
+    statuses = [message["status"] for message in sent if message["type"] == "http.response.start"]
+    assert statuses == [status, 403]

@@ -3,17 +3,21 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import tinyloop as tl
-from tests.tiny import write_checkpoint
+from tests.tiny import byte_tokenizer, write_checkpoint
 from tests.tiny_models import GREEDY, RandomTensors, greedy_by_oracle, raw_config, tiny_model
 from tinyloop.kernels import Linear
+from tinyloop.model import check_vocabulary
 from tinyloop.models.family import Weights
 from tinyloop.models.registry import family_of
 from tinyloop.stack import LoopedStack
+from tinyloop.tokenizer import Tokenizer
 
 
 def saved_checkpoint(directory: Path, model_type: str = "ouro", **changes: object) -> Path:
@@ -109,6 +113,86 @@ def test_dtypes_and_devices_that_do_not_exist_name_the_field(tmp_path: Path) -> 
         tl.Model.load(path, dtype="int3")
     with pytest.raises(tl.RequestError, match="device must be auto or cpu"):
         tl.Model.load(path, device="tpu")
+
+
+@pytest.mark.parametrize("prompt", [None, 5, ["a"], [1.5], [True], b"ab", [None], [], "", [-1], [259]])
+def test_a_prompt_that_is_no_text_and_no_ids_is_refused_everywhere(prompt: Any) -> None:
+    model = tiny_model("ouro")
+    runs = (model.generate, model.stream, model.score, model.oracle, lambda given: model.generate_batch([[1], given]),
+            lambda given: model.register_prefix(tl.PrefixPool(), given))  # fmt: skip
+    for run in runs:
+        with pytest.raises(tl.RequestError) as caught:
+            run(prompt)
+        assert caught.value.field == "prompt"
+
+
+def test_ids_of_numpy_and_torch_are_ids() -> None:
+    model = tiny_model("ouro")
+    assert model.encode(np.array([1, 2])) == model.encode(torch.tensor([1, 2])) == model.encode((1, 2)) == [1, 2]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("prompts", ["abc", b"abc", None, 5])
+def test_a_batch_is_a_list_of_prompts(prompts: Any) -> None:
+    with pytest.raises(tl.RequestError) as caught:
+        tiny_model("ouro").generate_batch(prompts)
+    assert caught.value.field == "prompts"
+
+
+def test_a_batch_with_one_wrong_prompt_does_not_start() -> None:
+    model = tiny_model("ouro")
+    model.runner.step = lambda segments: pytest.fail("a step was run")  # type: ignore[method-assign]
+    for prompts, options in (([[1], [999]], {}), ([[1], [1] * 300], {}), ([[1], [2]], {"loops": [1, 99]})):
+        with pytest.raises(tl.RequestError):
+            model.generate_batch(prompts, **options)
+    assert not model.runner.leases
+
+
+@pytest.mark.parametrize("loops", ["2", 2.0, True, 0, 10**4000, [1, 2, 3]])
+def test_depths_that_are_none_name_their_field(loops: Any) -> None:
+    model = tiny_model("ouro")
+    for run in (model.generate, model.oracle):
+        with pytest.raises(tl.RequestError) as caught:
+            run([1, 2], loops=loops)
+        assert caught.value.field == "loops"
+    with pytest.raises(tl.RequestError, match="loops"):
+        model.generate_batch([[1], [2]], loops=loops)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("max_new_tokens", 10**4000), ("max_new_tokens", True), ("max_new_tokens", -1), ("sampling", {"temperature": 0})],
+)
+def test_other_arguments_of_another_type_name_their_field(field: str, value: Any) -> None:
+    with pytest.raises(tl.RequestError) as caught:
+        tiny_model("ouro").generate([1], **{field: value})
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("kv_memory", [0, -1, 1.5, "1g", True, 1 << 60])
+def test_memory_that_no_machine_has_names_the_field(kv_memory: Any, tmp_path: Path) -> None:
+    with pytest.raises(tl.RequestError) as caught:
+        tl.Model.load(saved_checkpoint(tmp_path / "m"), kv_memory=kv_memory)
+    assert caught.value.field == "kv_memory"
+    like = tiny_model("ouro")
+    with pytest.raises(tl.RequestError, match="kv_memory"):
+        tl.Model("tiny", like.stack, like.tokenizer, kv_memory=kv_memory)
+
+
+@pytest.mark.parametrize("token", [259, -1, 10**4000])
+def test_an_end_token_outside_of_the_vocabulary_is_refused_at_load(token: int) -> None:
+    model = tiny_model("ouro")
+    tokenizer = Tokenizer(byte_tokenizer(), eos_ids=[token])
+    with pytest.raises(tl.CheckpointError, match=r"eos_token_id .* is outside of vocab_size 259"):
+        check_vocabulary(tokenizer, model.config)
+
+
+def test_a_tokenizer_with_more_tokens_than_the_embedding_is_refused_at_load(tmp_path: Path) -> None:
+    path = saved_checkpoint(tmp_path / "m")
+    larger = byte_tokenizer()
+    larger.add_special_tokens(["<|one_more|>"])
+    larger.save(str(path / "tokenizer.json"))
+    with pytest.raises(tl.CheckpointError, match="the tokenizer has 260 tokens, vocab_size is 259"):
+        tl.Model.load(path)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

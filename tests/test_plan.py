@@ -1,5 +1,7 @@
 """Where keys and values live: every layer at every loop has a slot of its own."""
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -56,12 +58,28 @@ def test_plans_are_values() -> None:
         ("prefill_loops", 9, "prefill_loops must be between 1 and 8, got 9"),
         ("cache_window", -1, "cache_window must be at least 0, got -1"),
         ("exit_threshold", 1.5, "exit_threshold must be above 0 and at most 1, got 1.5"),
+        ("exit_threshold", 10**400, "exit_threshold must be above 0 and at most 1, got an integer of 1329 bits"),
+        ("exit_threshold", "x", "exit_threshold must be a number, got 'x'"),
+        ("loops", 10**4000, "loops must be between 1 and 8, got an integer of 13288 bits"),
+        ("loops", "2", "loops must be a whole number, got '2'"),
+        ("loops", 2.0, "loops must be a whole number, got 2.0"),
+        ("loops", True, "loops must be a whole number, got True"),
+        ("prefill_loops", [2], r"prefill_loops must be a whole number, got \[2\]"),
+        ("cache_window", 1.5, "cache_window must be a whole number, got 1.5"),
     ],
 )
-def test_bounds_are_named(field: str, value: int, message: str) -> None:
+def test_bounds_and_types_are_named(field: str, value: object, message: str) -> None:
     with pytest.raises(RequestError, match=message) as caught:
         make_plan(config(), **{field: value})
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize("field", ["prelude", "core", "default_loops", "max_loops", "decay"])
+@pytest.mark.parametrize("value", [None, "4", [4], math.nan, math.inf])
+def test_a_retrofit_of_no_numbers_names_the_key(field: str, value: object) -> None:
+    raw = raw_config("llama", tinyloop={"retrofit": {"prelude": 2, "core": 2, field: value}})
+    with pytest.raises(CheckpointError, match=f"retrofit needs a (whole|finite) number as {field}"):
+        family_of(raw).config(raw)
 
 
 def test_a_retrofit_must_fit_the_layers() -> None:

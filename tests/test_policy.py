@@ -216,19 +216,30 @@ def test_it_does_not_wait_when_nothing_is_on_its_way():
 # Interleaving
 
 
+def stepped(policy, ready):
+    chosen = policy.choose_segments(ready)
+    policy.stepped(chosen)
+    return chosen
+
+
 def test_interleaved_steps_take_one_request_each_in_turn():
     policy, ready = Policy(DispatchMode.INTERLEAVED), [decode(), decode(), decode()]
-    turns = [policy.choose_segments(ready) for _ in range(6)]
+    turns = [stepped(policy, ready) for _ in range(6)]
     assert turns == [[segment] for segment in [*ready, *ready]]
+
+
+def test_a_choice_that_was_not_stepped_is_no_turn():
+    policy, ready = Policy(DispatchMode.INTERLEAVED), [decode(), decode()]
+    assert policy.choose_segments(ready) == policy.choose_segments(ready) == [ready[0]]
 
 
 def test_interleaved_newcomers_join_at_the_end_of_the_round():
     policy, old = Policy(DispatchMode.INTERLEAVED), [decode(), decode()]
-    assert policy.choose_segments(old) == [old[0]]
+    assert stepped(policy, old) == [old[0]]
     served = []
     for _ in range(4):  # somebody new in every step
         old.append(decode())
-        served += policy.choose_segments(old)
+        served += stepped(policy, old)
     assert served == [old[1], old[0], old[2], old[1]]
 
 

@@ -143,6 +143,9 @@ def test_what_can_never_run_is_refused_with_its_field() -> None:
     for prompt in ([], [259], [-1]):
         with pytest.raises(RequestError, match="prompt"):
             model.generate(prompt)
+    for count in (-1, -100, 1.5):
+        with pytest.raises(RequestError, match="max_new_tokens must be"):
+            model.generate([1], max_new_tokens=count)
     with pytest.raises(RequestError, match="logit_bias: token ids must be between 0 and 258, got 999"):
         model.generate([1], sampling=SamplingParams(logit_bias={999: 1.0}))
     with pytest.raises(RequestError, match="exit_threshold: family llama offers no exit signal"):

@@ -1,6 +1,7 @@
 """One row of logits to one token."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -115,6 +116,45 @@ def test_values_out_of_bounds_name_their_field(field: str, value: object) -> Non
     with pytest.raises(RequestError, match=field) as caught:
         SamplingParams(**{field: value})
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", "x"), ("temperature", None), ("temperature", True), ("temperature", 10**400), ("top_p", "1"),
+        ("top_k", 10**400), ("top_k", 10**4000), ("top_k", 1.5), ("top_k", "x" * 10**6), ("min_tokens", 1.0),
+        ("logprobs", True), ("seed", "x"), ("seed", 1.5), ("seed", True), ("stop", 5), ("stop", None), ("stop", [1]),
+        ("stop", b"x"), ("stop_token_ids", 5), ("stop_token_ids", ["a"]), ("logit_bias", [1]), ("logit_bias", None),
+        ("logit_bias", {"1": 1}), ("logit_bias", {1: "x"}), ("logit_bias", {1: 10**4000}),
+    ],
+)  # fmt: skip
+def test_values_of_another_type_name_their_field_in_a_short_message(field: str, value: object) -> None:
+    with pytest.raises(RequestError, match=field) as caught:
+        SamplingParams(**{field: value})
+    assert caught.value.field == field
+    assert len(str(caught.value)) < 200
+
+
+def test_a_number_that_python_refuses_to_print_is_refused_all_the_same() -> None:
+    vast: Any = 10**5000
+    for field, value in (("top_k", vast), ("top_p", vast), ("stop", [vast]), ("logit_bias", {1: vast}),
+                         ("logit_bias", {vast: 1}), ("stop_token_ids", (vast,))):  # fmt: skip
+        with pytest.raises(RequestError, match="an integer of 16610 bits") as caught:
+            SamplingParams(**{field: value})
+        assert caught.value.field == field
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    params = SamplingParams(
+        temperature=np.float32(0.5), top_k=np.int64(3), seed=np.int64(7), logit_bias={np.int64(1): 1}
+    )
+    assert Sampler(params).choose(np.zeros(4, np.float32))[0] in range(4)
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-300, 1e-6])
+def test_the_coldest_temperatures_are_greedy(temperature: float) -> None:
+    assert SamplingParams(temperature=temperature).greedy
+    assert draws([1, 3, 2], 3, temperature=temperature) == [1] * 3
 
 
 @pytest.mark.parametrize("seed", [0, -1, 2**63, 2**64 + 3, 1715852364])

@@ -17,6 +17,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from tinyloop.arguments import shown
 from tinyloop.errors import RequestError
 from tinyloop.tokenizer import Tokenizer
 
@@ -37,6 +38,7 @@ def render(
     `add_generation_prompt` opens the assistant's turn; `continue_final_message` leaves the last message open instead.
     """
     source = _template_source(tokenizer)
+    _check_kind(messages)
     if continue_final_message and add_generation_prompt:
         raise RequestError("messages", "continue_final_message and add_generation_prompt exclude each other")
     guard = _Guard(tokenizer.control_strings)
@@ -54,6 +56,12 @@ def render(
     if continue_final_message:
         text = _cut_at_mark(text, guard.end_mark)
     return guard.encode(tokenizer, text)
+
+
+def _check_kind(messages: Sequence[Message]) -> None:
+    listed = isinstance(messages, Sequence) and not isinstance(messages, str)
+    if not listed or not all(isinstance(message, Mapping) for message in messages):
+        raise RequestError("messages", f"messages must be a list of mappings, got {shown(messages)}")
 
 
 def _template_source(tokenizer: Tokenizer) -> str:

@@ -1,9 +1,11 @@
 """ModelConfig: the frozen facts of a checkpoint. Families make it from a config.json; all else follows from it."""
 
+import sys
 from dataclasses import dataclass
 from math import gcd
 from typing import Literal
 
+from tinyloop.arguments import shown
 from tinyloop.errors import CheckpointError
 
 Section = Literal["prelude", "core", "coda"]
@@ -24,6 +26,12 @@ class Retrofit:
     max_loops: int = 8
 
     def __post_init__(self) -> None:
+        for name in ("prelude", "core", "default_loops", "max_loops"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise CheckpointError(f"retrofit needs a whole number as {name}, got {shown(value)}")
+        if not isinstance(self.decay, int | float) or not self.decay <= sys.float_info.max:  # also refuses NaN
+            raise CheckpointError(f"retrofit needs a finite number as decay, got {shown(self.decay)}")
         if self.prelude < 0 or self.core < 1 or self.decay < 1:
             raise CheckpointError(f"retrofit needs prelude >= 0, core >= 1 and decay >= 1, got {self}")
         if not 1 <= self.default_loops <= self.max_loops:
@@ -107,7 +115,9 @@ class ModelConfig:
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim",
                      "max_context"):  # fmt: skip
             if getattr(self, name) < 1:
-                raise CheckpointError(f"config: {name} must be at least 1, got {getattr(self, name)}")
+                raise CheckpointError(f"config: {name} must be at least 1, got {shown(getattr(self, name))}")
+        if self.head_dim % 2:  # rope turns one half of a head against the other
+            raise CheckpointError(f"config: head_dim must be even, got {shown(self.head_dim)}")
         if self.num_heads % self.num_kv_heads:
             raise CheckpointError(
                 f"config: {self.num_heads} attention heads are not a multiple of {self.num_kv_heads} key-value heads"

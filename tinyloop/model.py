@@ -7,22 +7,24 @@ import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import index
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from tinyloop import chat, oracle
+from tinyloop.arguments import shown, whole
 from tinyloop.checkpoint import open_checkpoint
 from tinyloop.config import ModelConfig
 from tinyloop.drive import Batch, Job
-from tinyloop.errors import RequestError
+from tinyloop.errors import CheckpointError, RequestError
 from tinyloop.kv.cache import PagedKV
 from tinyloop.kv.prefix import PrefixPool
 from tinyloop.models.family import Weights
 from tinyloop.models.registry import family_of
-from tinyloop.plan import make_plan
+from tinyloop.plan import LoopPlan, make_plan
 from tinyloop.runner import MAX_CHUNK, PAGE_SIZE, Runner
 from tinyloop.sampling import Logprobs, SamplingParams
 from tinyloop.sequence import Lease, TokenEvent
@@ -62,6 +64,7 @@ class Model:
     ) -> None:
         self.name, self.stack, self.tokenizer = name, stack, tokenizer
         self.config: ModelConfig = stack.config
+        check_kv_memory(kv_memory)
         self.kv_memory = default_kv_memory(stack.config, stack.dtype) if kv_memory is None else kv_memory
         page_bytes = PagedKV.page_bytes(stack.config, page_size, stack.dtype)
         num_pages = max(1, self.kv_memory // page_bytes)
@@ -74,12 +77,15 @@ class Model:
         """Load a directory, a GGUF file, a built-in name ("smollm2") or a Hugging Face hub name ("owner/name").
 
         `dtype`: "float32", "bfloat16", "float16", or "auto" (bfloat16 where the processor has it). `kv_memory` in
-        bytes. Raises CheckpointError naming what is missing, unknown or broken.
+        bytes. Raises CheckpointError naming what is missing, unknown or broken, RequestError for the other arguments.
         """
+        check_kv_memory(kv_memory)
         checkpoint = open_checkpoint(path_or_name)
         family = family_of(checkpoint.config)
+        config = family.config(checkpoint.config)
+        check_vocabulary(checkpoint.tokenizer, config)
         weights = Weights(checkpoint, pick_dtype(dtype), pick_device(device))
-        stack = LoopedStack(family, family.config(checkpoint.config), weights)
+        stack = LoopedStack(family, config, weights)
         checkpoint.finish()
         return cls(checkpoint.name, stack, checkpoint.tokenizer, kv_memory=kv_memory)
 
@@ -97,7 +103,7 @@ class Model:
         """Answer one prompt (text or token ids). Raises RequestError naming the field that is out of bounds."""
         plan = make_plan(self.config, loops=loops, prefill_loops=prefill_loops, exit_threshold=exit_threshold,
                          cache_window=cache_window)  # fmt: skip
-        return self._run([Job(self.encode(prompt), plan, max_new_tokens, sampling)])[0]
+        return self._run([self._job(prompt, plan, max_new_tokens, sampling)])[0]
 
     def generate_batch(
         self,
@@ -109,12 +115,11 @@ class Model:
         sampling: SamplingParams = SamplingParams(),  # noqa: B008 - frozen
     ) -> list[Generation]:
         """Answer many prompts in packed steps. `loops`: one depth for all, or one for each prompt."""
-        depths = list(loops) if isinstance(loops, Sequence) else [loops] * len(prompts)
-        if len(depths) != len(prompts):
-            raise RequestError("loops", f"loops holds {len(depths)} depths for {len(prompts)} prompts")
-        plans = [make_plan(self.config, loops=depth, cache_window=cache_window) for depth in depths]
+        if isinstance(prompts, str | bytes) or not isinstance(prompts, Sequence):
+            raise RequestError("prompts", f"prompts must be a list of prompts, got {shown(prompts)}")
+        plans = self._plans(loops, len(prompts), cache_window)
         pairs = zip(prompts, plans, strict=True)
-        return self._run([Job(self.encode(prompt), plan, max_new_tokens, sampling) for prompt, plan in pairs])
+        return self._run([self._job(prompt, plan, max_new_tokens, sampling) for prompt, plan in pairs])
 
     def generate_with_pool(
         self,
@@ -132,7 +137,7 @@ class Model:
         A prefix serves any depth that is exact (`config.prefix_serves_every_depth`). Different salts share nothing.
         """
         plan = make_plan(self.config, loops=loops, cache_window=cache_window)
-        return self._run([Job(self.encode(prompt), plan, max_new_tokens, sampling, pool=pool, salt=salt)])[0]
+        return self._run([self._job(prompt, plan, max_new_tokens, sampling, pool=pool, salt=salt)])[0]
 
     def register_prefix(
         self,
@@ -146,7 +151,7 @@ class Model:
         """Compute a prefix and pin it in `pool`; returns the number of tokens cached."""
         plan = make_plan(self.config, loops=loops, cache_window=cache_window)
         kept: list[int] = []
-        job = Job(self.encode(tokens), plan, pool=pool, salt=salt)
+        job = self._job(tokens, plan, pool=pool, salt=salt)
         Batch(self.runner, [job], lambda lease: kept.append(self.runner.keep_prefix(lease, pool))).run()
         return kept[0]
 
@@ -164,28 +169,55 @@ class Model:
         """The tokens of one answer as they are made; `.text` is what became readable with each."""
         plan = make_plan(self.config, loops=loops, prefill_loops=prefill_loops, exit_threshold=exit_threshold,
                          cache_window=cache_window)  # fmt: skip
-        return Batch(self.runner, [Job(self.encode(prompt), plan, max_new_tokens, sampling)]).events()
+        return Batch(self.runner, [self._job(prompt, plan, max_new_tokens, sampling)]).events()
 
     def score(self, prompt: Prompt, loops: int | None = None) -> list[float]:
         """Log-probabilities of tokens 1, 2, ... of the prompt, each given those before it."""
-        job = Job(self.encode(prompt), make_plan(self.config, loops=loops), prompt_logprobs=0)
+        job = self._job(prompt, make_plan(self.config, loops=loops), prompt_logprobs=0)
         return [value.chosen for value in Batch(self.runner, [job]).run().leases[0].prompt_logprob_values]
 
     def oracle(self, prompt: Prompt, loops: int | Sequence[int] | None = None, cache_window: int = 0) -> Tensor:
         """Logits [tokens, vocab_size] by the slow way that fast paths are compared with."""
-        depth = self.config.default_loops if loops is None else loops
-        return oracle.logits(self.stack, self.encode(prompt), depth, cache_window)
+        tokens = self.encode(prompt)
+        if not tokens or min(tokens) < 0 or max(tokens) >= self.config.vocab_size:
+            raise RequestError("prompt", f"prompt must hold token ids between 0 and {self.config.vocab_size - 1}")
+        depths = [plan.loops for plan in self._plans(loops, len(tokens), cache_window)]
+        return oracle.logits(self.stack, tokens, depths, cache_window)
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt given as text or as ids."""
+        """Token ids of a prompt given as text or as ids. Raises RequestError("prompt") for anything else."""
         if not isinstance(prompt, str):
-            return list(prompt)
+            return _token_ids(prompt)
         start = [self.tokenizer.bos_id] if self.tokenizer.add_bos and self.tokenizer.bos_id is not None else []
         return start + self.tokenizer.encode(prompt)
 
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """A conversation as a prompt, through the model's chat template."""
         return chat.render(self.tokenizer, messages)
+
+    def _plans(self, loops: int | Sequence[int] | None, count: int, cache_window: int) -> list[LoopPlan]:
+        """One plan for each of `count` prompts or tokens, from one depth for all or one for each."""
+        several = isinstance(loops, Sequence) and not isinstance(loops, str)
+        depths = list(cast(Sequence[int], loops)) if several else [cast("int | None", loops)] * count
+        if len(depths) != count:
+            raise RequestError("loops", f"loops holds {len(depths)} depths where {count} are needed")
+        return [make_plan(self.config, loops=depth, cache_window=cache_window) for depth in depths]
+
+    def _job(
+        self,
+        prompt: Prompt,
+        plan: LoopPlan,
+        max_new_tokens: int = 0,
+        sampling: SamplingParams = SamplingParams(),  # noqa: B008 - frozen
+        **more: Any,
+    ) -> Job:
+        """A job that can run. What is wrong with it is said here, before anything has started."""
+        whole("max_new_tokens", max_new_tokens, high=2**31)
+        if not isinstance(sampling, SamplingParams):
+            raise RequestError("sampling", f"sampling must be SamplingParams, got {shown(sampling)}")
+        tokens = self.encode(prompt)
+        self.runner.check_request(plan, tokens, max_new_tokens, sampling)
+        return Job(tokens, plan, max_new_tokens, sampling, **more)
 
     def _run(self, jobs: Sequence[Job]) -> list[Generation]:
         batch = Batch(self.runner, jobs)
@@ -208,6 +240,17 @@ def _generation(lease: Lease, events: Sequence[TokenEvent]) -> Generation:
     )
 
 
+def _token_ids(prompt: Sequence[int]) -> list[int]:
+    """Plain integers. `index` takes those of numpy and torch too, and refuses 1.0."""
+    try:
+        tokens = list(prompt)
+        if isinstance(prompt, bytes) or bool in map(type, tokens):
+            raise TypeError
+        return list(map(index, tokens))
+    except TypeError:
+        raise RequestError("prompt", f"prompt must be text or whole token ids, got {shown(prompt)}") from None
+
+
 def pick_dtype(name: str) -> torch.dtype:
     """ "auto" is bfloat16 where the CPU multiplies it natively, else float32."""
     if name == "auto":
@@ -225,10 +268,32 @@ def pick_device(name: str) -> torch.device:
     return torch.device("cpu")
 
 
+def check_vocabulary(tokenizer: Tokenizer, config: ModelConfig) -> None:
+    """Raises CheckpointError for tokens that have no row in the embedding: they would fail in the middle of a step."""
+    if tokenizer.vocab_size > config.vocab_size:
+        raise CheckpointError(f"the tokenizer has {tokenizer.vocab_size} tokens, vocab_size is {config.vocab_size}")
+    for token in tokenizer.eos_ids:
+        if not 0 <= token < config.vocab_size:
+            raise CheckpointError(f"eos_token_id {shown(token)} is outside of vocab_size {config.vocab_size}")
+
+
+def check_kv_memory(kv_memory: int | None) -> None:
+    """Raises RequestError unless the machine could have that much."""
+    if kv_memory is None:
+        return
+    whole("kv_memory", kv_memory, 1)
+    if kv_memory > machine_memory():
+        raise RequestError("kv_memory", f"kv_memory must be at most the machine's {machine_memory()} bytes")
+
+
+def machine_memory() -> int:
+    """Bytes."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def default_kv_memory(config: ModelConfig, dtype: torch.dtype) -> int:
     """Bytes: two full contexts at the default depth, at least 512 MiB, at most a quarter of the machine's memory."""
     layout = config.layout
     layers = layout.prelude + layout.coda + layout.core * config.default_loops
     context = config.max_context * layers * config.kv_elements * dtype.itemsize
-    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min(machine // 4, max(LEAST_KV_BYTES, 2 * context))
+    return min(machine_memory() // 4, max(LEAST_KV_BYTES, 2 * context))

@@ -6,6 +6,7 @@ Knows layers, loops and pages as integers. Knows no tensors.
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from tinyloop.arguments import number, shown, whole
 from tinyloop.config import Layout, ModelConfig, Section
 from tinyloop.errors import RequestError
 
@@ -73,10 +74,8 @@ def make_plan(
     loops = config.default_loops if loops is None else loops
     prefill_loops = loops if prefill_loops is None else prefill_loops
     for name, value in (("loops", loops), ("prefill_loops", prefill_loops)):
-        if not 1 <= value <= config.max_loops:
-            raise RequestError(name, f"{name} must be between 1 and {config.max_loops}, got {value}")
-    if cache_window < 0:
-        raise RequestError("cache_window", f"cache_window must be at least 0, got {cache_window}")
+        whole(name, value, 1, config.max_loops)
+    whole("cache_window", cache_window, 0)
     if exit_threshold is not None:
         _check_exit(config, exit_threshold)
     window = 0 if cache_window >= config.max_context else cache_window
@@ -87,5 +86,6 @@ def make_plan(
 def _check_exit(config: ModelConfig, threshold: float) -> None:
     if not config.adaptive:
         raise RequestError("exit_threshold", f"exit_threshold: family {config.family} offers no exit signal")
+    number("exit_threshold", threshold)
     if not 0 < threshold <= 1:
-        raise RequestError("exit_threshold", f"exit_threshold must be above 0 and at most 1, got {threshold:g}")
+        raise RequestError("exit_threshold", f"exit_threshold must be above 0 and at most 1, got {shown(threshold)}")

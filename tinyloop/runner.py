@@ -318,11 +318,18 @@ class Runner:
         return [segment for lease in self.leases for segment in self._offers(lease)]
 
     def _offers(self, lease: Lease) -> list[Segment]:
-        if not lease.todo or (lease.plan.cache_window and lease.segments):
-            return list(lease.segments)  # a windowed prompt moves one chunk at a time, to hold few pages
-        span = lease.todo[0]
-        rows = min(span.end - span.start, self.max_chunk)
-        return [*lease.segments, Segment(lease, span.start, rows, lease.loops_at(span.start), span.loop)]
+        """In flight, then what may enter: tokens of a prefix that lack loops and the prompt behind them go together."""
+        offers = list(lease.segments)
+        if lease.plan.cache_window and offers:
+            return offers  # a windowed prompt moves one chunk at a time, to hold few pages
+        for span in lease.todo:
+            if offers and span.start >= lease.known:
+                break  # the token that goes on after a yield comes behind everything that is read again
+            rows = min(span.end - span.start, self.max_chunk)
+            offers.append(Segment(lease, span.start, rows, lease.loops_at(span.start), span.loop))
+            if rows < span.end - span.start or lease.plan.cache_window:
+                break
+        return offers
 
     @torch.inference_mode()
     def step(self, segments: Sequence[Segment]) -> StepReport:

@@ -12,11 +12,13 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from tinyloop.arguments import number, shown, whole
 from tinyloop.errors import RequestError
 
 Logits = NDArray[np.float32]
 MAX_LOGPROBS = 128
 MAX_STOPS = 64
+_COLDEST = 1e-5  # below this a draw is greedy in all but name, and dividing by it can overflow
 _NUCLEUS_GUESS = 1024  # top-p looks at this many tokens before it sorts the whole vocabulary
 
 
@@ -24,10 +26,10 @@ _NUCLEUS_GUESS = 1024  # top-p looks at this many tokens before it sorts the who
 class SamplingParams:
     """How tokens are chosen and where the answer stops. Raises RequestError naming the field that is out of bounds.
 
-    temperature 0 is greedy. `top_k` 0 and `min_p` 0 are off. `repetition_penalty` (Keskar et al. 2019) looks at prompt
-    and answer, `presence_penalty` and `frequency_penalty` at the answer only. `logprobs` None: none; n: the chosen
-    token's log-probability and the n most likely ones. Log-probabilities are those of the model itself, before
-    temperature, penalties and bias.
+    temperature 0 (or below 1e-5) is greedy. `top_k` 0 and `min_p` 0 are off. `repetition_penalty` (Keskar et al. 2019)
+    looks at prompt and answer, `presence_penalty` and `frequency_penalty` at the answer only. `logprobs` None: none; n:
+    the chosen token's log-probability and the n most likely ones. Log-probabilities are those of the model itself,
+    before temperature, penalties and bias.
     """
 
     temperature: float = 1.0
@@ -47,32 +49,49 @@ class SamplingParams:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        _within("temperature", self.temperature, 0, 100)
-        _within("top_p", self.top_p, 0, 1)
-        _within("top_k", self.top_k, 0, 2**31)
-        _within("min_p", self.min_p, 0, 1)
-        _within("repetition_penalty", self.repetition_penalty, 0.01, 100)
-        _within("presence_penalty", self.presence_penalty, -2, 2)
-        _within("frequency_penalty", self.frequency_penalty, -2, 2)
-        _within("min_tokens", self.min_tokens, 0, 2**31)
+        number("temperature", self.temperature, 0, 100)
+        number("top_p", self.top_p, 0, 1)
+        whole("top_k", self.top_k, 0, 2**31)
+        number("min_p", self.min_p, 0, 1)
+        number("repetition_penalty", self.repetition_penalty, 0.01, 100)
+        number("presence_penalty", self.presence_penalty, -2, 2)
+        number("frequency_penalty", self.frequency_penalty, -2, 2)
+        whole("min_tokens", self.min_tokens, 0, 2**31)
         if self.logprobs is not None:
-            _within("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        for bias in self.logit_bias.values():
-            _within("logit_bias", bias, -100, 100)
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
-        if len(self.stop) > MAX_STOPS:
-            raise RequestError("stop", f"stop takes at most {MAX_STOPS} strings, got {len(self.stop)}")
-        if not all(self.stop):
-            raise RequestError("stop", "stop strings must not be empty")
+            whole("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if self.seed is not None:
+            whole("seed", self.seed)
+            object.__setattr__(self, "seed", int(self.seed))
+        self._check_tokens()
+        object.__setattr__(self, "stop", _stops(self.stop))
+
+    def _check_tokens(self) -> None:
+        """Types and what no model could have; how many tokens there are is for the model to say."""
+        if not isinstance(self.logit_bias, Mapping):
+            raise RequestError("logit_bias", f"logit_bias must map token ids to biases, got {shown(self.logit_bias)}")
+        for token, bias in self.logit_bias.items():
+            whole("logit_bias", token, 0, 2**31)
+            number("logit_bias", bias, -100, 100)
+        if not isinstance(self.stop_token_ids, Sequence):
+            raise RequestError("stop_token_ids", f"stop_token_ids must be token ids, got {shown(self.stop_token_ids)}")
+        for token in self.stop_token_ids:
+            whole("stop_token_ids", token, 0, 2**31)
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0
+        return self.temperature < _COLDEST
 
 
-def _within(name: str, value: float, low: float, high: float) -> None:
-    if not low <= value <= high:  # also refuses NaN
-        raise RequestError(name, f"{name} must be between {low:g} and {high:g}, got {value:g}")
+def _stops(stop: str | Sequence[str]) -> tuple[str, ...]:
+    """Always a tuple of texts."""
+    stops = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, Sequence) else (None,)
+    if not all(isinstance(text, str) for text in stops):
+        raise RequestError("stop", f"stop must be a string or several, got {shown(stop)}")
+    if len(stops) > MAX_STOPS:
+        raise RequestError("stop", f"stop takes at most {MAX_STOPS} strings, got {len(stops)}")
+    if not all(stops):
+        raise RequestError("stop", "stop strings must not be empty")
+    return stops
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ An exchange in order: read the body, find the depth and the prompt's tokens, mak
 be admitted, then answer whole or as a stream. Everything up to admission ends in a real HTTP status if it fails.
 """
 
+import hashlib
 import json
 import math
 import random
@@ -64,10 +65,24 @@ async def model(request: Request, name: str) -> answers.ModelCard:
 
 @router.post("/chat/completions")
 async def chat_completions(request: Request) -> Response:
-    body = shapes.parse(shapes.ChatRequest, await read_json(request))
+    with scheduler_of(request).counting_refusals():
+        view, work, stream = await read_chat(request)
+    return await respond(request, view, work, stream=stream)
+
+
+@router.post("/completions")
+async def completions(request: Request) -> Response:
+    with scheduler_of(request).counting_refusals():
+        view, work, stream = await read_completion(request)
+    return await respond(request, view, work, stream=stream)
+
+
+async def read_chat(request: Request) -> tuple[View, Job, bool]:
+    """The conversation as a prompt, what is to be generated, and whether to stream it."""
     scheduler = scheduler_of(request)
-    alias = alias_loops(body.model, scheduler.info)
     scheduler.check_open()
+    body = shapes.parse(shapes.ChatRequest, await read_json(request))
+    alias = alias_loops(body.model, scheduler.info)
     messages = [message.plain() for message in body.messages]
 
     ending: dict[str, Any] = {
@@ -80,15 +95,15 @@ async def chat_completions(request: Request) -> Response:
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     limit = answer_limit(len(prompt), asked, settings_of(request).default_max_tokens, scheduler.info, "messages")
     view = ChatView(prompts=[tuple(prompt)], **_view_facts(request, body))
-    return await respond(request, view, job(request, body, view, [limit], alias), stream=body.stream)
+    return view, job(request, body, view, [limit], alias), body.stream
 
 
-@router.post("/completions")
-async def completions(request: Request) -> Response:
-    body = shapes.parse(shapes.CompletionRequest, await read_json(request))
+async def read_completion(request: Request) -> tuple[View, Job, bool]:
+    """The prompts as tokens, what is to be generated, and whether to stream it."""
     scheduler, most = scheduler_of(request), settings_of(request).max_choices
-    alias = alias_loops(body.model, scheduler.info)
     scheduler.check_open()
+    body = shapes.parse(shapes.CompletionRequest, await read_json(request))
+    alias = alias_loops(body.model, scheduler.info)
     given = body.prompts
     if len(given) * body.n > most:
         raise RequestError("prompt", f"prompts times n must be at most {most}, got {len(given) * body.n}")
@@ -97,7 +112,7 @@ async def completions(request: Request) -> Response:
     limits = [answer_limit(len(tokens), body.max_tokens, 16, scheduler.info, "prompt") for tokens in prompts]
     texts = [_text(scheduler.tokenizer, prompt) for prompt in given] if body.echo else []
     view = CompletionView(prompts=prompts, echoes=texts, **_view_facts(request, body))
-    return await respond(request, view, job(request, body, view, limits, alias), stream=body.stream)
+    return view, job(request, body, view, limits, alias), body.stream
 
 
 def _card(info: "ModelInfo") -> answers.ModelCard:
@@ -209,6 +224,13 @@ def answer_limit(prompt: int, asked: int | None, default: int, info: "ModelInfo"
     return limit
 
 
+def cache_salt(own: str, headers: Mapping[str, str], *, by_key: bool) -> str:
+    """What keeps prefixes apart: the request's own salt, and with `by_key` one that is derived from its API key."""
+    if not by_key:
+        return own
+    return hashlib.sha256(headers.get("authorization", "").encode()).hexdigest() + own
+
+
 def choice_seed(seed: int | None, choice: int) -> int | None:
     """Every choice draws its own numbers; the first draws those that it would draw alone."""
     return seed if seed is None or choice == 0 else random.Random(f"{seed}:{choice}").getrandbits(63)
@@ -218,13 +240,14 @@ def job(request: Request, body: shapes.Request, view: View, limits: Sequence[int
     """One GenerationRequest per choice. Raises RequestError for values out of bounds."""
     depths = depth(body, request.headers, alias, scheduler_of(request).info)
     scored = isinstance(view, CompletionView) and bool(view.echoes)
+    salt = cache_salt(body.cache_salt or "", request.headers, by_key=settings_of(request).salt_by_key)
     requests = [
         GenerationRequest(
             prompt,
             max_new_tokens=limit,
             sampling=SamplingParams(**body.sampling(), seed=choice_seed(body.seed, choice)),
             cache_window=body.cache_window or 0,
-            cache_salt=body.cache_salt or "",
+            cache_salt=salt,
             request_id=body.request_id or request.state.request_id,
             prompt_logprobs=body.logprob_count if scored else None,
             **depths,

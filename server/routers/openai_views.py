@@ -245,6 +245,7 @@ def loop_report(results: Sequence[GenerationResult]) -> shapes.LoopReport:
         loops_requested=first.loops_requested,
         loops_granted=first.loops_granted,
         degraded=any(result.degraded for result in results if result.loops_granted is not None),
+        cache_hit=first.cache_hit,
         queue_ms=_ms(max(result.timings.queued_s for result in results)),
         ttft_ms=_ms(max(waits)) if waits else None,
         total_ms=_ms(max(result.timings.total_s for result in results)),

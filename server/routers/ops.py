@@ -15,6 +15,8 @@ router = APIRouter()
 EXPOSITION = "text/plain; version=0.0.4; charset=utf-8"
 
 
+@router.head("/health", include_in_schema=False)
+@router.head("/v1/health", include_in_schema=False)
 @router.get("/health")
 @router.get("/v1/health")
 async def health(request: Request) -> JSONResponse:
@@ -25,6 +27,7 @@ async def health(request: Request) -> JSONResponse:
     return _unavailable("unhealthy", scheduler.unhealthy_reason or "the scheduler is not running")
 
 
+@router.head("/ready", include_in_schema=False)
 @router.get("/ready")
 async def ready(request: Request) -> JSONResponse:
     """200 while new requests are taken, else 503: send them elsewhere."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from fastapi import HTTPException, Request
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException as RoutingError
+from starlette.requests import ClientDisconnect
 
 from server.errors import EngineError, HttpError, SchedulerShutdown, http_error
 from server.settings import Settings
@@ -60,12 +61,15 @@ async def read_json(request: Request) -> bytes:
     declared = request.headers.get("content-length", "0")
     raw = bytearray()
     if not declared.isdecimal() or int(declared[:20]) <= limit:
-        async for piece in request.stream():
-            raw += piece
-            if len(raw) > limit:
-                break
-        else:
-            return bytes(raw)
+        try:
+            async for piece in request.stream():
+                raw += piece
+                if len(raw) > limit:
+                    break
+            else:
+                return bytes(raw)
+        except ClientDisconnect:
+            raise refusal(400, "incomplete_body", "the connection ended before the body did") from None
     raise refusal(413, "request_too_large", f"the body must not be larger than {limit} bytes", connection="close")
 
 

@@ -73,11 +73,16 @@ def _encodable(text: str) -> str:
 
 
 Text = Annotated[str, AfterValidator(_encodable)]
-StopText = Annotated[Text, Field(max_length=1024)]
+# The length first: once a function has been there, pydantic counts "items".
+StopText = Annotated[str, Field(max_length=1024), AfterValidator(_encodable)]
+Salt = Annotated[str, Field(max_length=128), AfterValidator(_encodable)]
 Label = Annotated[str, Field(max_length=128, pattern=r"^[\x20-\x7e]*$")]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Count = Annotated[int, Field(ge=0, lt=2**31)]
+OrRest = Annotated[int, Field(ge=-1, lt=2**31)]  # -1: no limit of its own
+Whole = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 MAX_BIASES = 1024
+MAX_MESSAGES = 4096  # far more than any context holds; a template takes its time for each
 
 
 def _few(biases: Any) -> Any:
@@ -107,12 +112,15 @@ class TextPart(_Strict):
     text: Text
 
 
+_SAME_ROLE = {"developer": "system", "function": "tool"}  # a newer and an older word; templates know the other
+
+
 class Message(BaseModel):
     """One turn of a chat. `plain` is what a template gets to see."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Text | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: Text | None = None
@@ -130,7 +138,7 @@ class Message(BaseModel):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
 
     def plain(self) -> dict[str, Any]:
-        role = "system" if self.role == "developer" else self.role
+        role = _SAME_ROLE.get(self.role, self.role)
         extra = {"tool_calls": self.tool_calls, "tool_call_id": self.tool_call_id}
         return {"role": role, "content": self.text} | {key: value for key, value in extra.items() if value}
 
@@ -142,10 +150,10 @@ class Request(_Strict):
     n: Annotated[int, Field(ge=1, le=128)] = 1
     stream: bool = False
     stream_options: StreamOptions | None = None
-    max_tokens: Annotated[int, Field(ge=-1)] | None = None
+    max_tokens: OrRest | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None
+    top_k: OrRest | None = None
     min_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -157,13 +165,13 @@ class Request(_Strict):
     include_stop_str_in_output: bool | None = None
     min_tokens: Count | None = None
     ignore_eos: bool | None = None
-    loops: int | Literal["auto"] | None = None
-    min_loops: int | None = None
-    prefill_loops: int | None = None
+    loops: Whole | Literal["auto"] | None = None
+    min_loops: Whole | None = None
+    prefill_loops: Whole | None = None
     exit_threshold: float | None = None
     cache_window: Count | None = None
-    cache_salt: Annotated[Text, Field(max_length=128)] | None = None
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    cache_salt: Salt | None = None
+    priority: Whole | None = None
     service_tier: Tier | None = None
     slo_ms: Annotated[float, Field(gt=0)] | None = None
     reasoning_effort: Effort | None = None
@@ -196,8 +204,8 @@ class Request(_Strict):
 class ChatRequest(Request):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)]
-    max_completion_tokens: Annotated[int, Field(ge=-1)] | None = None
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
+    max_completion_tokens: OrRest | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     add_generation_prompt: bool = True
@@ -214,7 +222,7 @@ class CompletionRequest(Request):
     prompt: Text | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
-    best_of: int | None = None
+    best_of: Whole | None = None
 
     @property
     def logprob_count(self) -> int | None:
@@ -275,6 +283,8 @@ def _raise_readable(error: ValidationError) -> NoReturn:
 
 def _path(loc: tuple[int | str, ...]) -> str:
     """`messages[2].content`; without the names that pydantic gives to the branches of a union."""
+    if not loc:
+        return "the body"
     path = str(loc[0])
     for step in loc[1:]:
         if isinstance(step, int):
@@ -290,8 +300,14 @@ def _check_extras(request: Request) -> None:
             continue
         if name in _UNSUPPORTED:
             raise UnsupportedParameter(name, f"{name} is not supported by this server")
-        shown = name if len(name) <= SHOWN else name[:SHOWN] + "..."
-        raise UnknownParameter(shown, f"Unknown parameter: {shown!r}")
+        _refuse_unknown(name)
+    for name in (request.stream_options and request.stream_options.model_extra) or ():
+        _refuse_unknown(f"stream_options.{name}")
+
+
+def _refuse_unknown(name: str) -> NoReturn:
+    shown = name if len(name) <= SHOWN else name[:SHOWN] + "..."
+    raise UnknownParameter(shown, f"Unknown parameter: {shown!r}")
 
 
 def _check_pairs(request: Request) -> None:

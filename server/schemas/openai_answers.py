@@ -29,6 +29,7 @@ class LoopReport(BaseModel):
     loops_requested: int | None
     loops_granted: int | None
     degraded: bool
+    cache_hit: str  # "exact", "shallower", "deepened", or "" for none
     queue_ms: float
     ttft_ms: float | None
     total_ms: float

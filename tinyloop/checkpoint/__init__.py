@@ -9,6 +9,8 @@ from tinyloop.checkpoint.source import Checkpoint, TensorSource
 from tinyloop.checkpoint.translate import open_gguf
 from tinyloop.errors import CheckpointError
 
+_SHOWN = 200  # characters of a name that an error repeats
+
 __all__ = ["Checkpoint", "TensorSource", "open_checkpoint"]
 
 
@@ -17,15 +19,26 @@ def open_checkpoint(path_or_name: str | Path) -> Checkpoint:
 
     Raises CheckpointError if there is none, or if its files are missing, damaged or of an unknown kind.
     """
-    name, path = str(path_or_name), Path(path_or_name).expanduser()
-    if path.exists():
+    name, path = str(path_or_name), _existing(path_or_name)
+    if path is not None:
         return _open_path(path)
     if name in builtin.BUILTINS:
         return _open_builtin(builtin.BUILTINS[name])
     if isinstance(path_or_name, str) and hub.is_hub_name(name):
         return open_directory(hub.download(name), name)
     known = ", ".join(builtin.BUILTINS)
-    raise CheckpointError(f"{name}: no such file or directory, not a built-in model ({known}), not a hub owner/name")
+    raise CheckpointError(
+        f"{name[:_SHOWN]}: no such file or directory, not a built-in model ({known}), not a hub owner/name"
+    )
+
+
+def _existing(path_or_name: str | Path) -> Path | None:
+    """The path, if there is something; None also for what no file could be called."""
+    try:
+        path = Path(path_or_name).expanduser()
+        return path if path.exists() else None
+    except (OSError, ValueError, RuntimeError):  # too long, a null byte, the home of an unknown user
+        return None
 
 
 def _open_path(path: Path) -> Checkpoint:

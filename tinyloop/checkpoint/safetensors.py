@@ -22,7 +22,10 @@ def open_directory(directory: Path, name: str | None = None) -> Checkpoint:
     """Open a directory with config.json. `name` defaults to the directory's own."""
     config = read_json(directory / "config.json")
     source = SafetensorsSource(_weight_files(directory))
-    tokenizer = Tokenizer.from_file(directory)
+    try:
+        tokenizer = Tokenizer.from_file(directory)
+    except UnicodeDecodeError as error:  # the one file that is read as plain text
+        raise CheckpointError(f"{directory / 'chat_template.jinja'}: is not valid UTF-8") from error
     return Checkpoint(name or directory.resolve().name, config, tokenizer, source)
 
 

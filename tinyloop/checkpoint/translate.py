@@ -134,9 +134,19 @@ class _Facts:
             "num_hidden_layers": self.size("block_count"),
             "num_attention_heads": heads,
             "num_key_value_heads": self.size("attention.head_count_kv", heads),
-            "head_dim": self.size("attention.key_length", hidden // heads),
+            "head_dim": self.head_dim(hidden, heads),
             "max_position_embeddings": self.size("context_length"),
         }
+
+    def head_dim(self, hidden: int, heads: int) -> int:
+        """Stated, or an equal share of the state. Rows are stored as pairs, so it is even."""
+        key = "attention.key_length"
+        if f"{self._arch}.{key}" not in self._fields and hidden % heads:
+            raise CheckpointError(f"field {self._arch}.embedding_length {hidden} is not a multiple of {heads} heads")
+        size = self.size(key, hidden // heads)
+        if size % 2:
+            raise CheckpointError(f"field {self._arch}.{key}: heads of {size} elements, expected an even number")
+        return size
 
     def refuse_unsupported(self) -> None:
         """Name what would make the model compute something else than its config says."""

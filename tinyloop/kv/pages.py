@@ -108,7 +108,7 @@ class PageTable:
     def missing(self, start: int, end: int) -> int:
         """How many pages must be taken before positions `[start, end)` can be written in every plane."""
         blocks = self._blocks(start, end)
-        beyond = max(0, blocks.stop - max(blocks.start, self.ids.shape[1]))
+        beyond: int = max(0, blocks.stop - max(blocks.start, self.ids.shape[1]))
         empty = np.count_nonzero(self.ids[:, blocks.start : blocks.stop] == NONE)
         return int(empty) + beyond * self.rows
 

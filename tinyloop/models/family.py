@@ -4,6 +4,7 @@ A family maps a config.json to a ModelConfig, builds one layer from named tensor
 The stack, the planes, packing and the API follow from that.
 """
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from tinyloop.arguments import shown
 from tinyloop.config import ModelConfig
 from tinyloop.errors import CheckpointError
 from tinyloop.kernels import Linear
@@ -59,27 +61,55 @@ class Facts:
         value = self.raw.get(key)
         value = default if value is None else value
         if not isinstance(value, int) or isinstance(value, bool):
-            raise CheckpointError(f"config.json: {key} must be a whole number, got {value!r}")
+            raise CheckpointError(f"config.json: {key} must be a whole number, got {shown(value)}")
         return value
 
-    def number(self, key: str, default: float) -> float:
+    def positive(self, key: str, default: float) -> float:
+        """A finite number above 0."""
         value = self.raw.get(key, default)
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            raise CheckpointError(f"config.json: {key} must be a number, got {value!r}")
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not 0 < value <= sys.float_info.max:  # also refuses NaN
+            raise CheckpointError(f"config.json: {key} must be a finite number above 0, got {shown(value)}")
         return float(value)
 
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.raw.get(key)
+        value = default if value is None else value
+        if not isinstance(value, bool):
+            raise CheckpointError(f"config.json: {key} must be true or false, got {shown(value)}")
+        return value
+
+    def section(self, key: str) -> "Facts":
+        """The object under `key`, empty if there is none."""
+        value = self.raw.get(key, {})
+        if not isinstance(value, Mapping):
+            raise CheckpointError(f"config.json: {key} must be an object, got {shown(value)}")
+        return Facts(value)
+
     def rope_theta(self, default: float = 10000.0) -> float:
-        """The rotary base; scaled variants are refused."""
-        rope = self.raw.get("rope_parameters") or self.raw.get("rope_scaling") or {}
-        kind = rope.get("rope_type", rope.get("type", "default"))
+        """The rotary base; scaled and partial variants are refused."""
+        keys = [key for key in ("rope_parameters", "rope_scaling") if self.raw.get(key) is not None]
+        sections = [section for section in map(self.section, keys) if section.raw]
+        rope = sections[0] if sections else Facts({})
+        kind = rope.raw.get("rope_type", rope.raw.get("type", "default"))
         if kind != "default":
-            raise CheckpointError(f"config.json: rope type {kind!r} is not supported")
-        return Facts(rope).number("rope_theta", self.number("rope_theta", default))
+            raise CheckpointError(f"config.json: rope type {shown(kind)} is not supported")
+        for facts in (self, rope):
+            facts.refuse("partial_rotary_factor", None, 1)
+        return rope.positive("rope_theta", self.positive("rope_theta", default))
 
     def refuse(self, key: str, *allowed: Any) -> None:
         """A key that may be absent, but if present must hold one of the allowed values."""
         if key in self.raw and self.raw[key] not in allowed:
-            raise CheckpointError(f"config.json: {key} = {self.raw[key]!r} is not supported")
+            raise CheckpointError(f"config.json: {key} = {shown(self.raw[key])} is not supported")
+
+    def head_dim(self, hidden: int, heads: int) -> int:
+        """Elements of one head: stated, or an equal share of the state."""
+        if self.raw.get("head_dim") is None and hidden % max(heads, 1):
+            raise CheckpointError(
+                f"config.json: hidden_size {hidden} is not a multiple of {heads} heads, and no head_dim"
+            )
+        return self.integer("head_dim", hidden // max(heads, 1))
 
     def decoder(self) -> dict[str, Any]:
         """The ModelConfig fields that all Llama-shaped families spell the same."""
@@ -87,17 +117,18 @@ class Facts:
         self.refuse("hidden_act", "silu")
         self.refuse("attention_bias", False)
         self.refuse("mlp_bias", False)
+        self.refuse("quantization_config", None)
         return {
             "vocab_size": self.integer("vocab_size"),
             "hidden_size": hidden,
             "intermediate_size": self.integer("intermediate_size"),
             "num_heads": heads,
             "num_kv_heads": self.integer("num_key_value_heads", heads),
-            "head_dim": self.integer("head_dim", hidden // max(heads, 1)),
+            "head_dim": self.head_dim(hidden, heads),
             "max_context": self.integer("max_position_embeddings"),
-            "norm_eps": self.number("rms_norm_eps", 1e-6),
+            "norm_eps": self.positive("rms_norm_eps", 1e-6),
             "rope_theta": self.rope_theta(),
-            "tie_embeddings": bool(self.raw.get("tie_word_embeddings", False)),
+            "tie_embeddings": self.flag("tie_word_embeddings", False),
         }
 
 

@@ -49,10 +49,10 @@ class Llama(Family):
 
 
 def _retrofit(raw: Mapping[str, Any]) -> Retrofit | None:
-    declared = raw.get("tinyloop", {}).get("retrofit")
-    if declared is None:
+    ours = Facts(raw).section("tinyloop")
+    if ours.raw.get("retrofit") is None:
         return None
     try:
-        return Retrofit(**declared)
+        return Retrofit(**ours.section("retrofit").raw)
     except TypeError as error:
         raise CheckpointError(f"config.json: tinyloop.retrofit: {error}") from None

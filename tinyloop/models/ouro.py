@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from tinyloop.config import Layout, ModelConfig
+from tinyloop.errors import CheckpointError
 from tinyloop.kernels import Linear
 from tinyloop.layers import SandwichLayer
 from tinyloop.models.family import Facts, Family, Weights
@@ -22,6 +23,8 @@ class Ouro(Family):
         facts = Facts(raw)
         facts.refuse("use_sliding_window", False)
         trained = facts.integer("total_ut_steps", 4)
+        if trained < 1:
+            raise CheckpointError(f"config.json: total_ut_steps must be at least 1, got {trained}")
         return ModelConfig(
             family="ouro",
             layout=Layout(0, facts.integer("num_hidden_layers"), 0),
