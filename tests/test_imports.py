@@ -93,7 +93,8 @@ def test_an_import_for_types_is_not_counted() -> None:
 @pytest.mark.parametrize(
     "names",
     [
-        "server.scheduler, server.policy, server.admission, server.request, tinyloop.kv.pages, tinyloop.kv.prefix, tinyloop.leases",
+        "server.scheduler, server.policy, server.admission, server.request, tinyloop.kv.pages, tinyloop.kv.prefix",
+        "tinyloop.leases, tinyloop.sequence, tinyloop.text, tinyloop.chat",
         "server.app",
         "server.cli",
     ],
