@@ -31,10 +31,10 @@ from tinyloop.sampling import SamplingParams
 from tinyloop.stack import LoopedStack
 from tinyloop.tokenizer import Tokenizer
 
-BLOCK, SCALE, LOOPS = 16, 64, 2
+BLOCK, SCALE, LOOPS, VOCAB = 16, 64, 2, 512
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)
 CONFIG = {
-    "model_type": "ouro", "vocab_size": 512, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
+    "model_type": "ouro", "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
     "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 8192,
     "rms_norm_eps": 1e-6, "rope_theta": 1e5, "total_ut_steps": 2,
 }  # fmt: skip
@@ -55,7 +55,7 @@ def tiny_model(pages: int) -> Model:
 
 def block_of(hash_id: int) -> list[int]:
     rng = random.Random(hash_id)
-    return [rng.randrange(CONFIG["vocab_size"]) for _ in range(BLOCK)]  # type: ignore[call-overload]
+    return [rng.randrange(VOCAB) for _ in range(BLOCK)]
 
 
 def recent_hits(requests: Sequence[Sequence[int]], capacity: int) -> int:

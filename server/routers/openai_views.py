@@ -8,6 +8,7 @@ import json
 import math
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -53,7 +54,7 @@ class TextOffsets:
 
 
 @dataclass(kw_only=True)
-class View:
+class View(ABC):
     """What both endpoints share. `prompts`: token ids, one tuple per prompt; `n` choices for each."""
 
     kind: ClassVar[str]
@@ -83,20 +84,21 @@ class View:
             "tinyloop": loop_report(results).model_dump(),
         }
 
+    @abstractmethod
     def choice(self, index: int, result: GenerationResult) -> shapes.ChatChoice | shapes.CompletionChoice:
-        raise NotImplementedError
+        """One whole choice."""
 
+    @abstractmethod
     def opening(self, index: int) -> dict[str, Any] | None:
         """What a choice's first chunk holds before any token."""
-        raise NotImplementedError
 
+    @abstractmethod
     def delta(self, index: int, chunk: GenerationChunk) -> dict[str, Any] | None:
         """What one token adds to its choice; None for nothing that shows."""
-        raise NotImplementedError
 
+    @abstractmethod
     def closing(self, index: int, result: GenerationResult) -> dict[str, Any]:
         """A choice's last chunk, the only one with a finish reason."""
-        raise NotImplementedError
 
     def chunk(self, choice: dict[str, Any]) -> str:
         """One choice's chunk as an event."""

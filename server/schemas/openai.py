@@ -7,6 +7,7 @@ characters of the input.
 
 import json
 import re
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
@@ -178,9 +179,9 @@ class Request(_Strict):
     request_id: Label | None = None
 
     @property
+    @abstractmethod
     def logprob_count(self) -> int | None:
         """How many alternatives per token are shown; None: no log-probabilities at all."""
-        raise NotImplementedError
 
     def sampling(self) -> dict[str, Any]:
         """Arguments of SamplingParams; what the client left out is left out."""

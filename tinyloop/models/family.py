@@ -5,6 +5,7 @@ The stack, the planes, packing and the API follow from that.
 """
 
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -28,19 +29,19 @@ class TensorSource(Protocol):
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor: ...
 
 
-class Family:
+class Family(ABC):
     """The base: an ordinary decoder whose core output simply replaces its input."""
 
     model_types: ClassVar[tuple[str, ...]]
     norm_each_loop: ClassVar[bool] = False  # the final norm runs after every loop, and its output feeds the next
 
+    @abstractmethod
     def config(self, raw: Mapping[str, Any]) -> ModelConfig:
         """The frozen facts of a checkpoint. Raises CheckpointError for what is missing or not supported."""
-        raise NotImplementedError
 
+    @abstractmethod
     def layer(self, config: ModelConfig, weights: "Weights", prefix: str) -> Layer:
         """One layer out of the tensors below `prefix`."""
-        raise NotImplementedError
 
     def exit_gate(self, config: ModelConfig, weights: "Weights") -> Linear | None:
         """What reads the probability of leaving after a loop from the state, [rows, hidden_size] -> [rows, 1]."""
