@@ -244,6 +244,18 @@ def test_a_pool_belongs_to_one_model() -> None:
         model_of("ouro").generate_with_pool(pool, [1, 2])
 
 
+def finish_with_a_yield(model: Model, lease: Lease, moment: int) -> None:
+    """Step a lease to its end; at one moment it gives everything back and goes on."""
+    for step in range(200):
+        if lease.finish_reason:
+            break
+        if step == moment:
+            model.runner.suspend(lease)
+            assert model.runner.pool.available == model.runner.pool.num_pages
+            assert model.runner.resume(lease)
+        model.runner.step(model.runner.ready())
+
+
 @pytest.mark.parametrize("family", ["ouro", "retrofit"])
 @pytest.mark.parametrize("plan", [{"loops": 3}, {"loops": 3, "prefill_loops": 1}, {"loops": 2, "cache_window": 5}])
 def test_a_yield_at_any_moment_changes_nothing(family: str, plan: dict[str, int]) -> None:
@@ -254,14 +266,7 @@ def test_a_yield_at_any_moment_changes_nothing(family: str, plan: dict[str, int]
         lease = model.runner.admit(list(range(12)), make_plan(model.config, **plan), max_new_tokens=8,
                                    sampling=sampling, pool=pool)  # fmt: skip
         assert lease is not None
-        for step in range(200):
-            if lease.finish_reason:
-                break
-            if step == moment:
-                model.runner.suspend(lease)
-                assert model.runner.pool.available == model.runner.pool.num_pages
-                assert model.runner.resume(lease)
-            model.runner.step(model.runner.ready())
+        finish_with_a_yield(model, lease, moment)
         assert tuple(lease.tokens[12:]) == calm.token_ids
         assert lease.text.text == calm.text
         model.runner.release(lease)
@@ -275,13 +280,7 @@ def test_an_adaptive_answer_survives_a_yield() -> None:
         plan = make_plan(model.config, loops=4, exit_threshold=0.05)
         lease = model.runner.admit([4, 5, 6], plan, max_new_tokens=12, sampling=GREEDY)
         assert lease is not None
-        for step in range(200):
-            if lease.finish_reason:
-                break
-            if step == moment:
-                model.runner.suspend(lease)
-                assert model.runner.resume(lease)
-            model.runner.step(model.runner.ready())
+        finish_with_a_yield(model, lease, moment)
         assert tuple(lease.tokens[3:]) == calm.token_ids
         assert tuple(lease.depths) == calm.loops[1:]
 
@@ -292,13 +291,7 @@ def test_scores_survive_a_yield() -> None:
         lease = model.runner.admit(prompt, make_plan(model.config, loops=3), max_new_tokens=0, sampling=GREEDY,
                                    prompt_logprobs=0)  # fmt: skip
         assert lease is not None
-        for step in range(100):
-            if lease.finish_reason:
-                break
-            if step == moment:
-                model.runner.suspend(lease)
-                assert model.runner.resume(lease)
-            model.runner.step(model.runner.ready())
+        finish_with_a_yield(model, lease, moment)
         assert [v.chosen for v in lease.prompt_logprob_values] == pytest.approx(model.score(prompt, 3), abs=1e-5)
         model.runner.release(lease)
 
