@@ -77,9 +77,20 @@ def serve(
     slo_ms: Annotated[
         float | None, typer.Option(callback=_positive, help="Longest predicted wait of a request that sets none.")
     ] = None,
+    min_loops: Annotated[
+        int | None, typer.Option(min=1, help="Least loops of a request that names none, when the server is busy.")
+    ] = None,
+    saturation_ms: Annotated[
+        float, typer.Option(callback=_positive, help="Predicted wait above which min_loops is made use of.")
+    ] = 5000.0,
+    row_budget: Annotated[int, typer.Option(min=1, help="Rows of a step up to which prompts may enter.")] = 512,
     kv_memory: Annotated[str | None, typer.Option(help="Memory for keys and values, such as 2GiB.")] = None,
     max_running: Annotated[int | None, typer.Option(min=1, help="Requests that may run at once.")] = None,
     drain_timeout: Annotated[float, typer.Option(help="Seconds that running requests get at shutdown.")] = 30.0,
+    stall_after: Annotated[
+        float, typer.Option(callback=_positive, help="Seconds without a step, with work to do, until /health is red.")
+    ] = 60.0,
+    http_drain: Annotated[bool, typer.Option("--http-drain", help="Let POST /drain end the server.")] = False,
     salt_by_key: Annotated[bool, typer.Option("--salt-by-key", help="Share no prefixes between API keys.")] = False,
     allowed_host: Annotated[list[str] | None, typer.Option(help="A further Host header to answer.")] = None,
 ) -> None:
@@ -89,14 +100,20 @@ def serve(
 
     address = bind(host, port)  # first, so that a taken port is known before a model has been loaded
     memory = None if kv_memory is None else _size(kv_memory)
-    policy = Policy(_mode(dispatch), max_running=max_running)
+    policy = Policy(_mode(dispatch), row_budget=row_budget, max_running=max_running)
     engine = Engine.load(model, dtype=dtype, kv_memory=memory, default_loops=loops)
     _check_memory(engine)
-    scheduler = Scheduler(engine, max_queue_depth=max_queue_depth, default_slo_ms=slo_ms, policy=policy)
+    if min_loops is not None and min_loops > engine.default_loops:
+        raise typer.BadParameter(f"--min-loops must be at most {engine.default_loops}, the default loops")
+    scheduler = Scheduler(
+        engine, max_queue_depth=max_queue_depth, default_slo_ms=slo_ms, policy=policy, default_min_loops=min_loops,
+        saturation_ms=saturation_ms, stall_after_s=stall_after,
+    )  # fmt: skip
     hosts = (*LOOPBACK, *(allowed_host or ())) if host in LOOPBACK else tuple(allowed_host or ())
-    run_server(
-        scheduler, Settings(allowed_hosts=hosts, drain_timeout_s=drain_timeout, salt_by_key=salt_by_key), address
+    settings = Settings(
+        allowed_hosts=hosts, drain_timeout_s=drain_timeout, salt_by_key=salt_by_key, http_drain=http_drain
     )
+    run_server(scheduler, settings, address)
 
 
 def _check_memory(engine: "Engine") -> None:
@@ -135,8 +152,9 @@ def run_server(scheduler: "Scheduler", settings: "Settings", address: socket.soc
 
     app = create_app(scheduler, settings)
     config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=CLOSE_S)
-    greet = partial(_greet, scheduler)
-    DrainingServer(config, scheduler, settings.drain_timeout_s, on_start=greet).run(sockets=[address])
+    server = DrainingServer(config, scheduler, settings.drain_timeout_s, on_start=partial(_greet, scheduler))
+    app.state.start_drain = server.start_drain
+    server.run(sockets=[address])
 
 
 def _greet(scheduler: "Scheduler", host: str, port: int) -> None:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from server.types import GenerationRequest
-from tinyloop.errors import RequestError
+from tinyloop.arguments import whole
+from tinyloop.errors import NeverFits, RequestError
 from tinyloop.plan import LoopPlan, make_plan
 from tinyloop.sequence import Lease, Segment, StepReport
 
@@ -44,13 +45,26 @@ class ModelInfo:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A checked request: its tokens, its plan, the pages it may need, and its work in token loops."""
+    """A checked request: its tokens, its plan, and what a token costs outside of the core, in loops of the core."""
 
     req: GenerationRequest
     prompt: tuple[int, ...]
     plan: LoopPlan
-    pages: int
-    work: int
+    boundary: float
+
+    @property
+    def new_tokens(self) -> int:
+        return 0 if self.req.mode == "score" else self.req.max_new_tokens
+
+    @property
+    def prompt_work(self) -> float:
+        """Tokens x loops of the prompt."""
+        return len(self.prompt) * self.plan.prefill_loops
+
+    @property
+    def answer_work(self) -> float:
+        """Tokens x loops of the longest answer."""
+        return self.new_tokens * self.plan.loops
 
 
 @dataclass(frozen=True)
@@ -108,16 +122,38 @@ class Engine:
         return KVUsage(pool.num_pages, pool.available, self.runner.page_size)
 
     def prepare(self, req: GenerationRequest) -> Prepared:
-        """Tokenise, fill defaults and check every bound. Raises RequestError naming the field."""
+        """Tokenise, fill defaults and check every bound. Raises RequestError naming the field.
+
+        Where `min_loops` allows it, a request that would never fit gets the most loops that do.
+        """
         _check_mode(req)
         loops = self.default_loops if req.loops is None else req.loops
         plan = make_plan(self.model.config, loops=loops, prefill_loops=req.prefill_loops,
                          exit_threshold=req.exit_threshold, cache_window=req.cache_window)  # fmt: skip
+        if req.min_loops is not None:
+            whole("min_loops", req.min_loops, 1, loops)
         prompt = tuple(self.model.encode(req.prompt))
-        new_tokens = 0 if req.mode == "score" else req.max_new_tokens
-        self.runner.check_request(plan, prompt, new_tokens, req.sampling)
-        work = len(prompt) * plan.prefill_loops + new_tokens * plan.loops
-        return Prepared(req, prompt, plan, self.runner.pages_needed(plan, len(prompt) + new_tokens), work)
+        prepared = Prepared(req, prompt, plan, self.model.config.boundary_loops)
+        while True:
+            try:
+                self.runner.check_request(prepared.plan, prompt, prepared.new_tokens, req.sampling)
+                return prepared
+            except NeverFits:
+                if prepared.plan.loops <= (req.min_loops or loops):
+                    raise
+                prepared = self.at_depth(prepared, prepared.plan.loops - 1)
+
+    def at_depth(self, prepared: Prepared, loops: int) -> Prepared:
+        """The same request with fewer loops. Its prompt keeps a depth that was asked for, unless that is deeper."""
+        asked = prepared.req.prefill_loops
+        prefill = loops if asked is None else min(asked, loops)
+        return replace(prepared, plan=replace(prepared.plan, loops=loops, prefill_loops=prefill))
+
+    def cached_tokens(self, prepared: Prepared, pool: PrefixPool) -> int:
+        """How much of the prompt a prefix holds just now. A pure read."""
+        if prepared.req.mode != "generate" or prepared.req.prompt_logprobs is not None:
+            return 0
+        return self.runner.cached_tokens(prepared.prompt, prepared.plan, pool, prepared.req.cache_salt)
 
     def admit(self, prepared: Prepared, pool: PrefixPool | None = None) -> Lease | None:
         """A lease, or None while there is no room. Never during a step."""
@@ -126,7 +162,7 @@ class Engine:
         return self.runner.admit(
             prepared.prompt,
             prepared.plan,
-            max_new_tokens=0 if scored else req.max_new_tokens,
+            max_new_tokens=prepared.new_tokens,
             sampling=req.sampling,
             prompt_logprobs=req.prompt_logprobs or 0 if scored else req.prompt_logprobs,
             pool=pool if req.mode == "generate" else None,

@@ -25,7 +25,7 @@ OUTCOMES = {
     "rejected": ("queue_full", "slo", "invalid", "draining", "not_running", "internal"),
 }
 PREFIX_DEPTHS = ("exact", "shallower", "deepened")
-DOWNGRADE_REASONS = ("slo", "memory")
+DOWNGRADE_REASONS = ("slo", "pressure", "memory")
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _COUNTS = tuple(float(2**n) for n in range(18))
@@ -130,6 +130,12 @@ class Metrics:
 
     def on_preemption(self) -> None:
         self._preemptions.inc()
+
+    def on_downgrade(self, reason: str) -> None:
+        self._downgrades.labels(reason).inc()
+
+    def on_promotion(self) -> None:
+        self._promotions.inc()
 
     def on_prediction(self, predicted_ms: float) -> None:
         self._predicted_s.observe(predicted_ms / 1000)

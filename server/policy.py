@@ -1,14 +1,13 @@
-"""Who goes first, who may run together, and which segments step. Pure: no asyncio, no engine, no torch, no clock."""
+"""Who may run together, whom age promotes, and which segments step. Pure: no asyncio, no engine, no torch, no clock."""
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections import OrderedDict
-from collections.abc import Collection, Iterator, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import count
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 from tinyloop.sequence import Lease, Segment
@@ -17,57 +16,7 @@ if TYPE_CHECKING:
     from server.request import PreparedRequest
     from server.types import GenerationRequest
 
-
-class Prioritised(Protocol):
-    priority: int
-
-
-Waiter = TypeVar("Waiter", bound=Prioritised)
-
-
-class WaitingQueue(Generic[Waiter]):
-    """Higher priority first, first come first served inside a level. Removal from the middle is O(1)."""
-
-    def __init__(self) -> None:
-        # A plain dict would be quadratic here: finding its first key skips every hole that popping left behind.
-        self._levels: dict[int, OrderedDict[Waiter, None]] = {}
-        self._order: list[int] = []  # the priorities in use, ascending
-        self._size = 0
-
-    def __len__(self) -> int:
-        return self._size
-
-    def __iter__(self) -> Iterator[Waiter]:
-        for priority in reversed(self._order):
-            yield from self._levels[priority]
-
-    def push(self, waiter: Waiter) -> None:
-        level = self._levels.get(waiter.priority)
-        if level is None:
-            level = self._levels[waiter.priority] = OrderedDict()
-            insort(self._order, waiter.priority)
-        level[waiter] = None
-        self._size += 1
-
-    def push_front(self, waiter: Waiter) -> None:
-        """Ahead of everybody in its level."""
-        self.push(waiter)
-        self._levels[waiter.priority].move_to_end(waiter, last=False)
-
-    def peek(self) -> Waiter | None:
-        return next(iter(self), None)
-
-    def remove(self, waiter: Waiter) -> bool:
-        """Take a waiter out wherever it stands; False if it is not waiting."""
-        level = self._levels.get(waiter.priority)
-        if level is None or waiter not in level:
-            return False
-        del level[waiter]
-        self._size -= 1
-        if not level:
-            del self._levels[waiter.priority]
-            del self._order[bisect_left(self._order, waiter.priority)]
-        return True
+PROMOTED = 1 << 62  # the level of those whom age has put ahead of every priority
 
 
 class DispatchMode(StrEnum):
@@ -86,37 +35,87 @@ class Candidate(Protocol):
     prepared: PreparedRequest | None
 
 
+class Waiter(Protocol):
+    level: int
+    queued_at: float
+
+
+Aged = TypeVar("Aged", bound=Waiter)
+
+
 @dataclass
 class Policy:
     """The rules of one server.
 
     `row_budget` bounds the rows of a step at which prompt chunks may still enter; what has started always goes on, so
     running streams keep their cadence. `min_boundary_rows`: an answer token that has finished its loops waits for so
-    many rows to share the coda and head with, as long as more are on their way. `max_running` None: as many as the
-    engine has room for.
+    many rows to share the coda and head with, as long as more are on their way; None: as long as the waiting costs less
+    than the weights that are read once instead of twice. `max_running` None: as many as the engine has room for.
+
+    `aging`: a waiter is promoted when its response ratio, (waited + service) / service, reaches this, and at most every
+    `promotion_every`th admission. A waiter of a higher priority than somebody who runs gets that one's place after
+    `yield_after_s` seconds. Others pass a waiter that does not fit at most `most_passes` times.
     """
 
     mode: DispatchMode = DispatchMode.CONTINUOUS
     row_budget: int = 512
-    min_boundary_rows: int = 1
+    min_boundary_rows: int | None = None
     max_running: int | None = None
+    aging: float = 10.0
+    promotion_every: int = 4
+    yield_after_s: float = 0.5
+    most_passes: int = 16
+    boundary_in_steps: float = field(default=0.0, init=False)  # measured: core steps that a boundary costs
     _turns: WeakKeyDictionary[Lease, int] = field(default_factory=WeakKeyDictionary, init=False, repr=False)
     _ticks: Iterator[int] = field(default_factory=count, init=False, repr=False)
+    _held: dict[Segment, int] = field(default_factory=dict, init=False, repr=False)  # steps waited at the boundary
+    _since_promotion: int = field(default=0, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.mode = DispatchMode(self.mode)
-        for name in ("row_budget", "min_boundary_rows", "max_running"):
+        for name, least in (("row_budget", 1), ("min_boundary_rows", 1), ("max_running", 1), ("aging", 1),
+                            ("promotion_every", 1), ("yield_after_s", 0), ("most_passes", 0)):  # fmt: skip
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+            if value is not None and not value >= least:
+                raise ValueError(f"{name} must be at least {least}, got {value}")
 
-    def may_admit(self, candidate: Candidate, running: Collection[Candidate]) -> bool:
-        """Whether the candidate may join those that run. An empty server takes anyone."""
-        if not running:
-            return True
-        if self.mode is DispatchMode.SEQUENTIAL or len(running) >= (self.max_running or len(running) + 1):
-            return False
-        return self.mode is not DispatchMode.HOMOGENEOUS or _may_share(candidate, next(iter(running)))
+    # Who enters
+
+    @property
+    def limit(self) -> float:
+        """How many may run at once."""
+        return 1 if self.mode is DispatchMode.SEQUENTIAL else self.max_running or math.inf
+
+    def has_place(self, running: int, backlog: int) -> bool:
+        """Whether one more may run beside so many, with so many prompt rows still to enter the core.
+
+        A prompt that could not step yet is better off in the queue, where priority, fairness and age decide.
+        """
+        return not running or (running < self.limit and backlog < self.row_budget)
+
+    def may_join(self, candidate: Candidate, running: Collection[Candidate]) -> bool:
+        """Whether the candidate goes with those that run. An empty server takes anyone."""
+        return not running or self.mode is not DispatchMode.HOMOGENEOUS or _may_share(candidate, next(iter(running)))
+
+    @property
+    def may_interrupt(self) -> bool:
+        """Whether a higher priority may take a running request's place."""
+        return self.mode in (DispatchMode.CONTINUOUS, DispatchMode.INTERLEAVED)
+
+    def aged(self, heads: Iterable[Aged], now: float, service_s: Callable[[Aged], float | None]) -> Aged | None:
+        """The waiter to promote: of those at the head of a level below the first, whose ratio is highest and enough."""
+        first, *others = heads
+        if first.level == PROMOTED or self._since_promotion < self.promotion_every - 1:
+            return None
+        ratios = [(_response_ratio(now - waiter.queued_at, service_s(waiter)), waiter) for waiter in others]
+        ratio, oldest = max(ratios, key=lambda pair: pair[0], default=(0.0, None))
+        return oldest if ratio >= self.aging else None
+
+    def admitted(self, waiter: Waiter) -> None:
+        """Somebody has entered."""
+        self._since_promotion = 0 if waiter.level == PROMOTED else self._since_promotion + 1
+
+    # What steps
 
     def choose_segments(self, ready: Sequence[Segment]) -> list[Segment]:
         """The segments of the next step, answers first; at least one if any is ready. May trim fresh prompt chunks.
@@ -126,6 +125,7 @@ class Policy:
         if self.mode is DispatchMode.INTERLEAVED:
             ready = self._one_lease(ready)
         held = self._held_at_boundary(ready)
+        self._held = {s: self._held.get(s, 0) for s in held}
         chosen = _pack([s for s in ready if s not in held], self.row_budget)
         assert chosen or not ready, "a step must not be empty while something is ready"
         return chosen
@@ -140,16 +140,31 @@ class Policy:
 
     def stepped(self, segments: Sequence[Segment]) -> None:
         """These were stepped. Choosing alone does not count as a turn: the choice may be made again."""
-        for segment in segments:
-            self._turns[segment.lease] = next(self._ticks)
+        self._held = {s: steps + 1 for s, steps in self._held.items()}
+        if self.mode is DispatchMode.INTERLEAVED:
+            for segment in segments:
+                self._turns[segment.lease] = next(self._ticks)
 
     def _held_at_boundary(self, ready: Sequence[Segment]) -> set[Segment]:
         """Answer tokens that wait for company. Only what is already in the core counts as on its way, and all of that
         arrives within one token's loops: no stream waits for a prompt that has not begun."""
         finished = [s for s in ready if _finished(s)]
-        if sum(s.rows for s in finished) >= self.min_boundary_rows or not any(map(_makes_token, ready)):
+        if not finished or any(s.is_prompt for s in finished) or not any(map(_makes_token, ready)):
             return set()
-        return {s for s in finished if not s.is_prompt}
+        return set() if self._enough(finished, sum(1 for s in ready if not s.is_prompt)) else set(finished)
+
+    def _enough(self, finished: Sequence[Segment], streams: int) -> bool:
+        """Whether those who wait should go. A token that waits wastes its share of a step; a boundary costs what was
+        measured; to go once the first adds up to the second is never more than twice as bad as knowing the future
+        (the ski rental rule: Karlin et al. 1988)."""
+        if self.min_boundary_rows is not None:
+            return len(finished) >= self.min_boundary_rows
+        return sum(self._held.get(s, 0) + 1 for s in finished) >= self.boundary_in_steps * streams
+
+
+def _response_ratio(waited_s: float, service_s: float | None) -> float:
+    """1 for a newcomer; 0 while nothing is known of the service."""
+    return (waited_s + service_s) / service_s if service_s else 0.0
 
 
 def _may_share(candidate: Candidate, other: Candidate) -> bool:

@@ -66,8 +66,18 @@ class PreparedRequest(Protocol):
     @property
     def plan(self) -> LoopPlan: ...
     @property
-    def work(self) -> int:
-        """Tokens x loops that the request may cost."""
+    def prompt_work(self) -> float:
+        """Tokens x loops of the prompt."""
+        ...
+
+    @property
+    def answer_work(self) -> float:
+        """Tokens x loops of the longest answer."""
+        ...
+
+    @property
+    def boundary(self) -> float:
+        """What a token costs outside of the core, in loops of the core."""
         ...
 
 
@@ -79,7 +89,8 @@ class ScheduledRequest:
     """A request and everything the scheduler knows of it. Times are seconds of `clock`; `unix_time` converts them.
 
     `request_id` is always fresh, so two requests cannot collide whatever the callers call them; the caller's own id
-    stays on `req`. `outcome_reason` says why it ended: the finish reason, "client", "shutdown", "engine" or "internal".
+    stays on `req`. `level` orders the queue: the priority, until age promotes the request. `outcome_reason` says why it
+    ended: the finish reason, "client", "shutdown", "engine" or "internal".
     """
 
     req: GenerationRequest
@@ -102,9 +113,15 @@ class ScheduledRequest:
     cancelled: bool = field(default=False, init=False)
     outcome_reason: str = field(default="", init=False)
 
+    level: int = field(init=False)
+    loops_requested: int | None = field(default=None, init=False)  # the default, where none were asked for
+    downgraded_by: str = field(default="", init=False)  # "slo", "pressure" or "memory" if fewer loops were granted
     predicted_ms: float | None = field(default=None, init=False)  # the wait foretold at arrival
     turn: int = field(default=0, init=False)  # order of dispatch
-    work_left: int = field(default=0, init=False)  # tokens x loops, for the predictor
+    passed: int = field(default=0, init=False)  # how many others entered ahead of it
+    waiting_since: float = field(init=False)  # arrival, or the last yield
+    prompt_left: float = field(default=0.0, init=False)  # work still to do, in tokens x loops
+    answer_left: float = field(default=0.0, init=False)
     answer_tokens: int = field(default=0, init=False)
     logprobs: list[Logprobs] = field(default_factory=list, init=False)
     stop_reason: str | int | None = field(default=None, init=False)
@@ -112,7 +129,10 @@ class ScheduledRequest:
     chunks: asyncio.Queue[GenerationChunk | None] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        self.queued_at = self.clock()
+        self.queued_at = self.waiting_since = self.clock()
+        self.level, self.loops_requested = self.priority, self.req.loops
+        if self.prepared is not None:
+            self.prompt_left, self.answer_left = self.prepared.prompt_work, self.prepared.answer_work
         self._queued_unix = time.time()
         if self.streaming:
             self.chunks = asyncio.Queue()  # holds at most max_new_tokens chunks, however slow the reader is
@@ -127,6 +147,20 @@ class ScheduledRequest:
     def abandoned(self) -> bool:
         """Whether the caller has gone. The future knows it one turn of the event loop before `cancelled` does."""
         return self.cancelled or (self.future is not None and self.future.cancelled())
+
+    @property
+    def tenant(self) -> str:
+        return self.req.tenant
+
+    @property
+    def answer_work(self) -> float:
+        """Tokens x loops of the longest answer."""
+        return 0.0 if self.prepared is None else self.prepared.answer_work
+
+    @property
+    def boundary_per_loop(self) -> float:
+        """What goes with a loop of a prompt token outside of the core, in loops of the core."""
+        return 0.0 if self.prepared is None else self.prepared.boundary / self.prepared.plan.prefill_loops
 
     @property
     def prompt_tokens(self) -> int:
@@ -176,7 +210,7 @@ class ScheduledRequest:
             prompt_tokens=lease.prompt_tokens,
             cached_tokens=lease.cached,
             cache_hit=lease.hit,
-            loops_requested=self.req.loops or lease.plan.loops,
+            loops_requested=self.loops_requested or lease.plan.loops,
             loops_granted=lease.plan.loops,
             stop_reason=self.stop_reason,
             logprobs=tuple(self.logprobs),

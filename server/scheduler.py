@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from server.admission import Admission
+from server.depth import DepthCeilings
+from server.dispatcher import Dispatcher, SteppingEngine
+from server.door import Door
 from server.engine import Engine, KVUsage, ModelInfo
 from server.errors import (
     AdmissionRejected,
@@ -30,12 +32,12 @@ from server.errors import (
     rejection_reason,
 )
 from server.metrics import Gauges, Metrics
-from server.policy import DispatchMode, Policy, WaitingQueue, core_rows
-from server.request import CLIENT, SHUTDOWN, ChunkStream, PreparedRequest, RequestState, ScheduledRequest
-from server.types import FinishReason, GenerationChunk, GenerationRequest, GenerationResult
+from server.policy import DispatchMode, Policy
+from server.request import SHUTDOWN, ChunkStream, RequestState, ScheduledRequest
+from server.types import GenerationChunk, GenerationRequest, GenerationResult
 from tinyloop.errors import RequestError
 from tinyloop.kv.prefix import PrefixPool
-from tinyloop.sequence import Lease, Segment, StepReport, TokenEvent
+from tinyloop.sequence import Lease
 
 if TYPE_CHECKING:
     from tinyloop.tokenizer import Tokenizer
@@ -60,7 +62,6 @@ T = TypeVar("T")
 
 DEFAULT_LOOPS = 8
 UNHEALTHY_AFTER = 2  # engine errors in a row
-MOST_PASSED = 32  # waiters that others may pass while a prefix they want is being computed
 
 
 class GeneratingEngine(Protocol):
@@ -70,35 +71,13 @@ class GeneratingEngine(Protocol):
     def generate_stream(self, req: GenerationRequest) -> AsyncIterator[GenerationChunk]: ...
 
 
-class SteppingEngine(Protocol):
-    """What the scheduler asks of an engine that many requests share; `server.engine.Engine` is one.
-
-    All but `step` and `register_prefix` return at once. A lease is never released while a step that holds it runs.
-    """
-
-    @property
-    def info(self) -> ModelInfo: ...
-    @property
-    def tokenizer(self) -> Tokenizer: ...
-    def prepare(self, req: GenerationRequest) -> PreparedRequest: ...
-    def admit(self, prepared: Any, pool: PrefixPool | None) -> Lease | None: ...
-    def ready(self) -> list[Segment]: ...
-    async def step(self, segments: list[Segment]) -> StepReport: ...
-    def release(self, lease: Lease) -> None: ...
-    def must_wait(self, prepared: Any, pool: PrefixPool) -> bool: ...
-    def shortage(self, segments: list[Segment]) -> int: ...
-    def suspend(self, lease: Lease) -> None: ...
-    def resume(self, lease: Lease) -> bool: ...
-    def unpin_shortest(self) -> bool: ...
-    def register_prefix(self, pool: PrefixPool, tokens: Sequence[int], loops: int, cache_window: int) -> int: ...
-    def usage(self) -> KVUsage: ...
-
-
 class Scheduler:
     """Queue, admission, prefix pool, metrics and the dispatcher over one engine.
 
     `ema_alpha` smooths the dispatch latency. `dispatch` names one of the four modes and `max_running` how many requests
-    may run at once; a `policy` replaces both. `clock` counts seconds and never goes back. To be started before use.
+    may run at once; a `policy` replaces both. `default_min_loops` is the least that a request which names no depth may
+    be granted; `saturation_ms` the predicted wait above which those that allow it are granted less. `stall_after_s`: no
+    step for so long while there is work is ill health. `clock` counts seconds and never goes back. To be started first.
     """
 
     def __init__(
@@ -112,6 +91,9 @@ class Scheduler:
         dispatch: DispatchMode | str = DispatchMode.CONTINUOUS,
         max_running: int | None = None,
         policy: Policy | None = None,
+        default_min_loops: int | None = None,
+        saturation_ms: float | None = 5000.0,
+        stall_after_s: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.engine: Any = engine
@@ -127,22 +109,24 @@ class Scheduler:
             ema_alpha=ema_alpha,
             sequential=self.policy.mode is DispatchMode.SEQUENTIAL,
             clock=clock,
+            row_budget=self.policy.row_budget,
             on_prediction=self.metrics.on_prediction,
             on_error=self.metrics.on_prediction_error,
         )
+        self.admission.work.limit = self.policy.limit
+        self.dispatcher = Dispatcher(engine, self.policy, self.admission, self.metrics, self.pool, clock)
+        self.door = Door(
+            self.dispatcher, DepthCeilings(saturation_ms, clock), clock, default_min_loops if self._steps else None
+        )
+        self.stall_after_s = stall_after_s
         self._clock = clock
-        self._waiting: WaitingQueue[ScheduledRequest] = WaitingQueue()
-        self._running: dict[object, ScheduledRequest] = {}  # by lease; by itself where the engine has no leases
-        self._yielded: WaitingQueue[ScheduledRequest] = WaitingQueue()  # in flight, but without pages for now
-        self._yielded_leases: dict[ScheduledRequest, Lease] = {}
-        self._turns = count(1)
+        self._beat = clock()  # when the last step ended, or work came to an idle engine
         self._bell = asyncio.Event()  # rung for new work and for the stop alike: nothing has to be raced
         self._turn_lock = asyncio.Lock()  # held for a turn, and by what must not happen during one
         self._task: asyncio.Task[None] | None = None
         self._call_task: asyncio.Future[Any] | None = None
         self._draining = self._stopping = False
         self._died = False
-        self._failures = 0
 
     # The callers' side
 
@@ -168,27 +152,18 @@ class Scheduler:
 
     def cancel(self, request: ScheduledRequest) -> None:
         """The caller has gone. What waits is dropped at once, what runs stops at the next loop boundary."""
-        if request.ended:
-            return
-        request.cancelled = True
-        if self._waiting.remove(request) or self._forget_yielded(request):
-            request.move(RequestState.CANCELLED, reason=CLIENT)
+        self.dispatcher.cancel(request)
 
     def _enter(
         self, req: GenerationRequest, priority: int, slo_ms: float | None, *, streaming: bool
     ) -> ScheduledRequest:
-        """The gates in order, the cheap ones first. No await in here: nobody can slip in between check and place."""
+        """No await in here: nobody can slip in between check and place."""
         with self.counting_refusals():
             self.check_open()
-            prepared = self._prepare(req)
-            predicted_ms = self.admission.check_wait(slo_ms, len(self._waiting), self._in_flight)
-        request = ScheduledRequest(
-            req=req, priority=priority, slo_ms=slo_ms, streaming=streaming, prepared=prepared, clock=self._clock,
-            on_move=self._on_move,
-        )  # fmt: skip
-        request.predicted_ms = predicted_ms
-        self.admission.enter(request)
-        self._waiting.push(request)
+            was_busy = self.dispatcher.busy
+            request = self.door.enter(req, priority, slo_ms, streaming=streaming)
+        if not was_busy:
+            self._beat = self._clock()
         self._bell.set()
         return request
 
@@ -198,7 +173,7 @@ class Scheduler:
             raise SchedulerShutdown("the server is shutting down")
         if reason := self._stopped_reason():
             raise SchedulerNotRunning(reason)
-        self.admission.check_depth(len(self._waiting))
+        self.admission.check_depth(len(self.dispatcher.waiting))
 
     @contextmanager
     def counting_refusals(self) -> Iterator[None]:
@@ -210,23 +185,6 @@ class Scheduler:
                 self.metrics.on_rejected(rejection_reason(error))
                 setattr(error, "counted", True)  # noqa: B010 - exceptions declare no such field
             raise
-
-    def _prepare(self, req: GenerationRequest) -> PreparedRequest | None:
-        if not self._steps:
-            return None
-        try:
-            return cast(PreparedRequest, self.engine.prepare(req))
-        except RequestError:
-            raise
-        except Exception as error:
-            raise EngineError(log_fault("preparing a request failed", error)) from error
-
-    def _on_move(self, request: ScheduledRequest, previous: RequestState) -> None:
-        try:
-            self.admission.on_move(request, previous)
-            self.metrics.on_move(request, previous)
-        except Exception as error:  # a fault in the bookkeeping must not cost others their answers
-            log_fault("accounting for a request failed", error)
 
     # Life
 
@@ -245,9 +203,7 @@ class Scheduler:
         self.begin_drain()
         self._stopping = True
         self._bell.set()
-        for request in list(self._waiting):
-            self._waiting.remove(request)
-            request.move(RequestState.CANCELLED, reason=SHUTDOWN)
+        self.dispatcher.drop_waiting()
         if self._task is not None:
             _, late = await asyncio.wait({self._task}, timeout=drain_timeout_s)
             if late:
@@ -265,9 +221,17 @@ class Scheduler:
     @property
     def unhealthy_reason(self) -> str | None:
         """One sentence for an operator; None while all is well."""
-        if self._failures >= UNHEALTHY_AFTER:
-            return f"the last {self._failures} engine calls failed"
-        return self._stopped_reason()
+        if self.dispatcher.failures >= UNHEALTHY_AFTER:
+            return f"the last {self.dispatcher.failures} engine calls failed"
+        return self._stopped_reason() or self._stalled_reason()
+
+    def _stalled_reason(self) -> str | None:
+        """The heartbeat is a step. An engine that only generates has none to show."""
+        silent_s = self._clock() - self._beat
+        if not self._steps or not self.dispatcher.busy or silent_s < self.stall_after_s:
+            return None
+        waiting, in_flight = len(self.dispatcher.waiting), self.dispatcher.in_flight
+        return f"no step for {silent_s:.0f} s while {waiting} requests wait and {in_flight} run"
 
     def _stopped_reason(self) -> str | None:
         if self._died:
@@ -276,193 +240,33 @@ class Scheduler:
             return "the scheduler is not running: start() comes first"
         return "the scheduler is not running: it was shut down" if self._task.done() else None
 
-    # The dispatcher
+    # The dispatcher's turns
 
     async def _dispatcher_loop(self) -> None:
         turn = self._step_turn if self._steps else self._generate_turn
-        while self._in_flight or not self._stopping:
+        while self.dispatcher.in_flight or not self._stopping:
             self._bell.clear()
-            if self._waiting or self._in_flight:
+            if self.dispatcher.busy:
                 async with self._turn_lock:
                     await turn()
             else:
                 await self._bell.wait()
 
     async def _step_turn(self) -> None:
-        self._apply_cancellations()
-        self._admit()
-        if self._running:
-            report = await self._step(self._choose())
-            self._deliver(report)
-
-    def _apply_cancellations(self) -> None:
-        for lease in [lease for lease, request in self._running.items() if request.abandoned]:
-            self._end(lease, RequestState.CANCELLED, reason=CLIENT)
-
-    def _admit(self) -> None:
-        """In order: while the first cannot enter, nobody behind it does, except past those who wait for a prefix.
-
-        Who yielded goes first in its level. From queue to lease without await.
-        """
-        passed: set[ScheduledRequest] = set()
-        while len(passed) <= MOST_PASSED:
-            yielded, request = self._yielded.peek(), self._next_waiting(passed)
-            if yielded is not None and (request is None or yielded.priority >= request.priority):
-                if not self._resume(yielded):
-                    return
-            elif request is None or not self.policy.may_admit(request, self._running.values()):
-                return
-            elif self._running and self.engine.must_wait(request.prepared, self.pool):
-                passed.add(request)
-            elif not self._enter_engine(request):
-                return
-
-    def _enter_engine(self, request: ScheduledRequest) -> bool:
-        """False if there is no room. A request that the engine refuses has had its answer."""
-        try:
-            lease = self._lease(request)
-        except Exception as error:
-            self._refuse(request, error)
-            return True
-        if lease is not None:
-            self._dispatch(request, lease)
-            self._count_cached(request, lease)
-        return lease is not None
-
-    # Memory pressure
-
-    def _choose(self) -> list[Segment]:
-        """The next step's segments, after as many have yielded as must. Then the choice is made anew."""
-        while True:
-            segments = self.policy.choose_segments(self.engine.ready())
-            if not segments or not self.engine.shortage(segments) or not self._make_room():
-                return segments
-
-    def _make_room(self) -> bool:
-        """The newest of the lowest priority yields. One alone pushes out registered prefixes."""
-        if len(self._running) == 1:
-            return bool(self.engine.unpin_shortest())
-        lease, request = min(self._running.items(), key=lambda item: (item[1].priority, -item[1].turn))
-        assert isinstance(lease, Lease)
-        del self._running[lease]
-        self.engine.suspend(lease)
-        self._yielded.push_front(request)
-        self._yielded_leases[request] = lease
-        self.metrics.on_preemption()
-        return True
-
-    def _resume(self, request: ScheduledRequest) -> bool:
-        """False if there is no room yet. On an idle engine there must be, or the request would wait for ever."""
-        lease = self._yielded_leases[request]
-        resumed = bool(self.engine.resume(lease))
-        if resumed or not self._running:
-            self._forget_yielded(request)
-        if resumed:
-            self._running[lease] = request
-        elif not self._running:
-            fault = RuntimeError("an idle engine has no room for a request that yielded")
-            hiding = EngineError.hiding(fault, log_fault("resuming a request failed", fault))
-            request.move(RequestState.ERROR, reason="engine", error=hiding)
-        return resumed
-
-    def _forget_yielded(self, request: ScheduledRequest) -> bool:
-        self._yielded_leases.pop(request, None)
-        return self._yielded.remove(request)
-
-    @property
-    def _in_flight(self) -> int:
-        return len(self._running) + len(self._yielded)
-
-    def _lease(self, request: ScheduledRequest) -> Lease | None:
-        lease = cast("Lease | None", self.engine.admit(request.prepared, self.pool))
-        if lease is None and not self._running:
-            raise RuntimeError("an idle engine has no room for a request that should fit")
-        return lease
-
-    def _refuse(self, request: ScheduledRequest, error: Exception) -> None:
-        """The engine cannot take what it had prepared: an answer, so that nobody waits for ever."""
-        self._waiting.remove(request)
-        if isinstance(error, RequestError):
-            request.move(RequestState.ERROR, reason="invalid", error=error)
-        else:
-            hiding = EngineError.hiding(error, log_fault("admitting a request failed", error))
-            request.move(RequestState.ERROR, reason="engine", error=hiding)
-
-    def _next_waiting(self, passed: Collection[ScheduledRequest] = ()) -> ScheduledRequest | None:
-        """The first whose caller is still there, leaving out those that have been passed."""
-        while (request := next((one for one in self._waiting if one not in passed), None)) and request.abandoned:
-            self.cancel(request)
-        return request
-
-    def _dispatch(self, request: ScheduledRequest, key: object) -> None:
-        self._waiting.remove(request)
-        self._running[key] = request
-        request.turn = next(self._turns)
-        request.move(RequestState.DISPATCHED)
-
-    def _count_cached(self, request: ScheduledRequest, lease: Lease) -> None:
-        if request.req.mode == "generate":  # no other mode is pooled
-            self.metrics.on_prefix_lookup(lease.prompt_tokens, lease.cached, lease.hit or "exact")
-        self.admission.progress(request, lease.cached * lease.plan.prefill_loops)
-
-    async def _step(self, segments: list[Segment]) -> StepReport:
-        """One engine step. If it fails, the requests in it end with ERROR and the report is empty."""
-        leases: list[object] = list(dict.fromkeys(s.lease for s in segments))
-        work = [(self._running[s.lease], core_rows(s)) for s in segments]
         began = self._clock()
+        segments = self.dispatcher.plan()
+        running = self.dispatcher.running
+        if not running:
+            return
         try:
             if not segments:
                 raise RuntimeError("requests are running, but nothing can step")
-            report: StepReport = await self._call(self.engine.step(segments))
+            report = await self._call(self.engine.step(segments))
         except Exception as error:
-            self._fail(leases or list(self._running), error)
-            return StepReport()
-        self._failures = 0
-        self.policy.stepped(segments)
-        self.admission.work.rate.add(report.rows, self._clock() - began)
-        self.metrics.on_step(report.rows, report.seconds)
-        for request, rows in work:
-            self.admission.progress(request, rows)
-        return report
-
-    def _deliver(self, report: StepReport) -> None:
-        """What belongs to a caller who has gone meanwhile is dropped here or at the end of its request."""
-        for event in report.tokens:
-            request = self._running[event.lease]
-            if not request.abandoned:
-                request.stop_reason = event.stop_reason
-                self._emit(request, _chunk(event))
-        for lease in report.finished:
-            self._finish(lease, self._running[lease].result_from(lease))
-
-    def _fail(self, keys: Iterable[object], error: Exception) -> None:
-        self._failures += 1
-        error_id = log_fault("an engine call failed", error)
-        for key in keys:
-            # A generating engine's own error is what its caller sees, as the seed has it.
-            shown = EngineError.hiding(error, error_id) if self._steps else error
-            self._end(key, RequestState.ERROR, reason="engine", error=shown)
-
-    def _finish(self, key: object, result: GenerationResult) -> None:
-        self._end(key, RequestState.DONE, reason=result.finish_reason, result=result)
-
-    def _end(self, key: object, state: RequestState, **outcome: Any) -> None:
-        """Give back what the request holds, then tell its caller; whoever has gone counts as cancelled."""
-        request = self._running.pop(key)
-        if request.abandoned:
-            state, outcome = RequestState.CANCELLED, {"reason": CLIENT}
-            request.cancelled = True
-        try:
-            if isinstance(key, Lease):
-                self.engine.release(key)
-        finally:
-            request.move(state, **outcome)
-
-    def _emit(self, request: ScheduledRequest, chunk: GenerationChunk) -> None:
-        before = request.last_token_at
-        request.emit(chunk)
-        assert request.last_token_at is not None
-        self.metrics.on_token(chunk.loops, None if before is None else request.last_token_at - before)
+            self.dispatcher.fail(list(dict.fromkeys(s.lease for s in segments)) or list(running), error)
+        else:
+            self.dispatcher.complete(segments, report, self._clock() - began)
+        self._beat = self._clock()
 
     async def _call(self, call: Awaitable[T]) -> T:
         """Run an engine call as a task of its own: only so can its cancellation be told from the dispatcher's."""
@@ -477,19 +281,19 @@ class Scheduler:
     # Engines that only generate
 
     async def _generate_turn(self) -> None:
-        request = self._next_waiting()
+        request = self.dispatcher.next_waiting()
         if request is None:
             return
-        self._dispatch(request, request)
+        self.dispatcher.dispatch(request, request)
         try:
             result = await self._call(self._relay(request) if request.streaming else self._generate(request))
         except RequestError as error:  # the caller's fault, and no sign of ill health
-            self._end(request, RequestState.ERROR, reason="invalid", error=error)
+            self.dispatcher.end(request, RequestState.ERROR, reason="invalid", error=error)
         except Exception as error:
-            self._fail([request], error)
+            self.dispatcher.fail([request], error, shown=error)  # as the seed has it
         else:
-            self._failures = 0
-            self._finish(request, result)
+            self.dispatcher.failures = 0
+            self.dispatcher.finish(request, result)
 
     async def _generate(self, request: ScheduledRequest) -> GenerationResult:
         req = request.req
@@ -515,7 +319,7 @@ class Scheduler:
                 if request.abandoned:
                     break
                 chunks.append(chunk)
-                self._emit(request, chunk)
+                self.dispatcher.emit(request, chunk)
         finally:
             if hasattr(stream, "aclose"):
                 await stream.aclose()
@@ -530,7 +334,7 @@ class Scheduler:
             bug = RuntimeError("the dispatcher was cancelled")
         self._died = bug is not None
         error_id = log_fault("the dispatcher has died", bug) if bug else ""
-        for request in [*self._running.values(), *self._yielded, *self._waiting]:
+        for request in self.dispatcher.everybody():
             if bug:
                 request.move(RequestState.ERROR, reason="internal", error=EngineError.hiding(bug, error_id))
             else:
@@ -539,10 +343,7 @@ class Scheduler:
 
     def _let_go(self) -> None:
         """Return all leases, but not before a step that still holds them has ended."""
-        leases = [key for key in self._running if isinstance(key, Lease)]
-        self._running.clear()
-        self._yielded_leases.clear()
-        self._waiting, self._yielded = WaitingQueue(), WaitingQueue()
+        leases = self.dispatcher.clear()
         if self._call_task is None or self._call_task.done():
             self._release_all(leases)
             return
@@ -596,8 +397,8 @@ class Scheduler:
 
     def snapshot(self) -> dict[str, Any]:
         return {
-            "queue_depth": len(self._waiting),
-            "in_flight": self._in_flight,
+            "queue_depth": len(self.dispatcher.waiting),
+            "in_flight": self.dispatcher.in_flight,
             "ema_dispatch_ms": self.admission.ema_dispatch_ms.value,
             "prefix_pool": self.prefix_pool_stats(),
             "dispatch": self.policy.mode.value,
@@ -613,8 +414,8 @@ class Scheduler:
         pool, ema_ms = self.pool.stats(), self.admission.ema_dispatch_ms.value
         usage: KVUsage | None = self.engine.usage() if self._steps else None
         return Gauges(
-            queue_depth=len(self._waiting),
-            in_flight=self._in_flight,
+            queue_depth=len(self.dispatcher.waiting),
+            in_flight=self.dispatcher.in_flight,
             ema_dispatch_seconds=None if ema_ms is None else ema_ms / 1000,
             prefix_pool_entries=pool["entries"],
             prefix_pool_tokens=pool["total_cached_tokens"],
@@ -624,11 +425,6 @@ class Scheduler:
             page_size=usage.page_size if usage else 0,
             num_pages=usage.num_pages if usage else 0,
         )
-
-
-def _chunk(event: TokenEvent) -> GenerationChunk:
-    reason = cast("FinishReason | None", event.finish_reason)
-    return GenerationChunk(event.token_id, event.text, event.logprobs, reason, event.loops)
 
 
 _scheduler: Scheduler | None = None

@@ -14,6 +14,7 @@ class Settings:
     so long gets a comment line. `allowed_hosts` are the values of the Host header that are answered, without the port;
     none means all. Keep them to loopback names on a loopback address, or any web page can reach the server by
     rebinding its own name to 127.0.0.1. `salt_by_key` keeps the prefixes of different API keys apart.
+    `http_drain` lets whoever can reach the server end it with `POST /drain`.
     """
 
     max_body_bytes: int = 2 << 20
@@ -23,6 +24,7 @@ class Settings:
     drain_timeout_s: float = 30.0
     allowed_hosts: tuple[str, ...] = ()
     salt_by_key: bool = False
+    http_drain: bool = False
 
 
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")

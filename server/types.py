@@ -17,7 +17,8 @@ class GenerationRequest:
 
     `min_loops` allows the scheduler to grant fewer loops under pressure; `prefill_loops` None is `loops`;
     `exit_threshold` only with mode "adaptive"; `cache_window` is how many recent tokens a token attends to, 0 for all.
-    `prompt_logprobs` n asks for log-probabilities of the prompt's own tokens (None: none).
+    `prompt_logprobs` n asks for log-probabilities of the prompt's own tokens (None: none). `tenant` says on whose
+    behalf this is: inside a priority, tenants get equal shares of the work.
     Raises RequestError naming the field for values that no model could accept.
     """
 
@@ -33,6 +34,7 @@ class GenerationRequest:
     cache_salt: str = field(default="", kw_only=True)
     request_id: str | None = field(default=None, kw_only=True)
     prompt_logprobs: int | None = field(default=None, kw_only=True)
+    tenant: str = field(default="", kw_only=True)
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):

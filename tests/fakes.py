@@ -3,7 +3,7 @@
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 from server.engine import KVUsage
@@ -77,11 +77,21 @@ class Prepared:
     prompt: tuple[int, ...]
     plan: Plan
     pages: int
-    work: int
+    boundary: float = 0.0
+
+    @property
+    def prompt_work(self) -> int:
+        return len(self.prompt) * self.plan.prefill_loops
+
+    @property
+    def answer_work(self) -> int:
+        return self.req.max_new_tokens * self.plan.loops
 
 
 class SteppingEngine:
     """Counts instead of computing: the answer to a prompt is its last token + 1, + 2, ... Checks what it is asked."""
+
+    info = SimpleNamespace(default_loops=2, max_loops=8)
 
     def __init__(self, clock: Clock | None = None, num_pages: int = 64, page_size: int = 4, chunk: int = 8) -> None:
         self.clock, self.num_pages, self.page_size, self.chunk = clock or Clock(), num_pages, page_size, chunk
@@ -105,7 +115,13 @@ class SteppingEngine:
         pages = -(-(len(prompt) + req.max_new_tokens) // self.page_size)
         if pages > self.num_pages:
             raise NeverFits("max_new_tokens", f"{pages} pages")
-        return Prepared(req, prompt, plan, pages, len(prompt) * plan.prefill_loops + req.max_new_tokens * loops)
+        return Prepared(req, prompt, plan, pages)
+
+    def at_depth(self, prepared: Prepared, loops: int) -> Prepared:
+        return replace(prepared, plan=replace(prepared.plan, loops=loops, prefill_loops=loops))
+
+    def cached_tokens(self, prepared: Prepared, pool: object) -> int:
+        return 0
 
     def usage(self) -> KVUsage:
         return KVUsage(self.num_pages, self.num_pages - sum(self.leases.values()), self.page_size)

@@ -5,53 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from server.policy import DispatchMode, Policy, WaitingQueue
+from server.policy import PROMOTED, DispatchMode, Policy
 from server.types import GenerationRequest
 from tests.fakes import Plan
 from tinyloop.sequence import Lease, Segment
-
-
-class Waiter:
-    def __init__(self, priority=0):
-        self.priority = priority
-
-
-def drain(queue):
-    out = []
-    while (waiter := queue.peek()) is not None:
-        queue.remove(waiter)
-        out.append(waiter)
-    return out
-
-
-def filled(*priorities):
-    queue, waiters = WaitingQueue(), [Waiter(p) for p in priorities]
-    for waiter in waiters:
-        queue.push(waiter)
-    return queue, waiters
-
-
-def test_first_come_first_served_inside_a_level():
-    queue, waiters = filled(5, 5, 5)
-    assert list(queue) == waiters
-    assert drain(queue) == waiters
-
-
-def test_higher_priority_goes_first():
-    queue, (low, high, middle, high2) = filled(-1, 10, 5, 10)
-    assert list(queue) == [high, high2, middle, low]
-    assert drain(queue) == [high, high2, middle, low]
-
-
-def test_removal_from_the_middle_shows_at_once():
-    queue, (first, second, third) = filled(0, 3, 0)
-    assert queue.remove(second)
-    assert len(queue) == 2
-    assert not queue.remove(second)
-    assert drain(queue) == [first, third]
-    assert not queue._levels
-    assert not queue._order
-
 
 # Who may run together
 
@@ -65,18 +22,26 @@ def candidate(loops=2, mode="generate", window=0, prefill=None, threshold=None):
 
 @pytest.mark.parametrize("mode", list(DispatchMode))
 def test_an_empty_server_takes_anyone(mode):
-    assert Policy(mode).may_admit(candidate(mode="score"), [])
+    assert Policy(mode).has_place(0, backlog=10**6)
+    assert Policy(mode).may_join(candidate(mode="score"), [])
 
 
 def test_sequential_runs_one_at_a_time():
-    assert not Policy(DispatchMode.SEQUENTIAL).may_admit(candidate(), [candidate()])
+    assert not Policy(DispatchMode.SEQUENTIAL).has_place(1, backlog=0)
 
 
 @pytest.mark.parametrize("mode", [DispatchMode.INTERLEAVED, DispatchMode.CONTINUOUS])
 def test_mixed_modes_take_any_plan_up_to_max_running(mode):
     policy = Policy(mode, max_running=2)
-    assert policy.may_admit(candidate(4, mode="adaptive"), [candidate()])
-    assert not policy.may_admit(candidate(), [candidate(), candidate()])
+    assert policy.may_join(candidate(4, mode="adaptive"), [candidate()])
+    assert policy.has_place(1, backlog=0)
+    assert not policy.has_place(2, backlog=0)
+
+
+def test_a_prompt_that_could_not_step_yet_stays_in_the_queue():
+    policy = Policy(row_budget=64)
+    assert policy.has_place(1, backlog=63)
+    assert not policy.has_place(1, backlog=64)
 
 
 @pytest.mark.parametrize(
@@ -92,12 +57,12 @@ def test_mixed_modes_take_any_plan_up_to_max_running(mode):
 )
 def test_homogeneous_shares_only_equal_plans(other, shared):
     policy = Policy(DispatchMode.HOMOGENEOUS)
-    assert policy.may_admit(candidate(), [other]) is shared
-    assert policy.may_admit(other, [candidate()]) is shared
+    assert policy.may_join(candidate(), [other]) is shared
+    assert policy.may_join(other, [candidate()]) is shared
 
 
 def test_homogeneous_shares_only_generate():
-    assert not Policy(DispatchMode.HOMOGENEOUS).may_admit(candidate(mode="score"), [candidate(mode="score")])
+    assert not Policy(DispatchMode.HOMOGENEOUS).may_join(candidate(mode="score"), [candidate(mode="score")])
 
 
 def test_nonsense_is_refused():
@@ -191,9 +156,9 @@ def test_a_segment_waits_for_one_at_its_depth_that_does_not_step():
 # The boundary
 
 
-def test_without_a_minimum_nobody_waits_at_the_boundary():
+def test_with_a_minimum_of_one_nobody_waits_at_the_boundary():
     done, running = decode(loop=4), decode(loop=1)
-    assert set(Policy().choose_segments([done, running])) == {done, running}
+    assert set(Policy(min_boundary_rows=1).choose_segments([done, running])) == {done, running}
 
 
 def test_a_finished_answer_token_waits_for_company_on_its_way():
@@ -204,6 +169,36 @@ def test_a_finished_answer_token_waits_for_company_on_its_way():
 def test_it_waits_no_longer_than_for_enough_rows():
     done, also = decode(loop=4), decode(loop=4)
     assert len(Policy(min_boundary_rows=2).choose_segments([done, also, decode()])) == 3
+
+
+def measured(boundary_in_steps):
+    policy = Policy()
+    policy.boundary_in_steps = boundary_in_steps
+    return policy
+
+
+def test_unmeasured_nobody_waits_at_the_boundary():
+    ready = [decode(loop=4), decode()]
+    assert set(Policy().choose_segments(ready)) == set(ready)
+
+
+def test_one_waits_until_the_steps_it_wasted_cost_as_much_as_a_boundary():
+    policy, done, others = measured(1.0), decode(loop=4), [decode(loop=0), decode(loop=0), decode(loop=0)]
+    held = 0
+    while done not in policy.choose_segments([done, *others]):
+        policy.stepped(others)
+        held += 1
+    assert held == 3, "of four streams, one that waits wastes a quarter of a step"
+
+
+def test_a_choice_that_is_made_again_is_no_wait():
+    policy, ready = measured(1.0), [decode(loop=4), decode(), decode()]
+    assert all(len(policy.choose_segments(ready)) == 2 for _ in range(9))
+
+
+def test_nobody_waits_when_a_prompt_opens_the_boundary_anyway():
+    ready = [decode(loop=4), prompt(4, loop=4), decode()]
+    assert set(measured(99.0).choose_segments(ready)) == set(ready)
 
 
 def test_it_does_not_wait_when_nothing_is_on_its_way():
@@ -248,3 +243,42 @@ def test_interleaved_forgets_who_has_left():
     policy.choose_segments([decode()])
     gc.collect()
     assert len(policy._turns) == 0
+
+
+# Age
+
+
+def waiter(level, waited, service):
+    return SimpleNamespace(level=level, queued_at=100.0 - waited, service=service)
+
+
+def aged(policy, *heads):
+    return policy.aged(heads, 100.0, lambda one: one.service)
+
+
+def test_a_waiter_whose_response_ratio_reaches_the_bound_is_promoted():
+    policy, high = Policy(aging=10, promotion_every=1), waiter(5, waited=500, service=1)
+    young, old, older = (
+        waiter(0, waited=8.9, service=1),
+        waiter(0, waited=9, service=1),
+        waiter(-1, waited=19, service=2),
+    )
+    assert aged(policy, high, young) is None
+    assert aged(policy, high, old) is old
+    assert aged(policy, high, old, older) is older
+    assert aged(policy, high) is None, "the first needs no promotion"
+
+
+def test_nobody_ages_before_anything_was_measured():
+    assert aged(Policy(promotion_every=1), waiter(5, 0, None), waiter(0, 1e9, None)) is None
+
+
+def test_only_every_fourth_admission_is_a_promotion():
+    policy, heads = Policy(promotion_every=4), [waiter(5, 0, 1), waiter(0, 1e9, 1)]
+    assert aged(policy, *heads) is None
+    for _ in range(3):
+        policy.admitted(heads[0])
+    assert aged(policy, *heads) is heads[1]
+    assert aged(policy, waiter(PROMOTED, 0, 1), *heads) is None, "one at a time"
+    policy.admitted(waiter(PROMOTED, 0, 1))
+    assert aged(policy, *heads) is None

@@ -335,7 +335,7 @@ async def test_cancel_after_dispatch_runs_to_the_end_and_discards_the_result():
         engine.gate.clear()
         (task,) = await submitted(scheduler, "x")
         await settle()
-        (running,) = scheduler._running.values()
+        (running,) = scheduler.dispatcher.running.values()
         task.cancel()
         await settle()
         assert task.cancelled()
@@ -467,7 +467,7 @@ async def test_when_the_dispatcher_dies_everybody_hears_and_health_is_red(kill):
     stream = scheduler.submit_stream(request())
     await settle()
     if kill == "bug":
-        scheduler._finish = lambda *args: 1 / 0
+        scheduler.dispatcher.finish = lambda *args: 1 / 0
         engine.gate.set()
     else:
         scheduler._task.cancel()

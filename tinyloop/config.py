@@ -131,12 +131,26 @@ class ModelConfig:
         return 2 * self.num_kv_heads * self.head_dim
 
     @property
+    def layer_parameters(self) -> int:
+        """Weights in the matrices of one layer."""
+        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        return self.hidden_size * (2 * q + 2 * kv + 3 * self.intermediate_size)
+
+    @property
     def parameters(self) -> int:
         """How many weights the matrices and embeddings hold (norms and gates left out)."""
-        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        layer = self.hidden_size * (2 * q + 2 * kv + 3 * self.intermediate_size)
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
-        return layer * self.layout.layers + embeddings
+        return self.layer_parameters * self.layout.layers + embeddings
+
+    @property
+    def boundary_loops(self) -> float:
+        """What prelude and coda cost a token, in loops of the core."""
+        return (self.layout.prelude + self.layout.coda) / self.layout.core
+
+    @property
+    def head_loops(self) -> float:
+        """What the head costs a row, in loops of the core."""
+        return self.vocab_size * self.hidden_size / (self.layer_parameters * self.layout.core)
 
 
 def prefix_serves_every_depth(config: ModelConfig) -> bool:

@@ -221,6 +221,10 @@ class Leases:
             for one in self.leases
         )
 
+    def cached_tokens(self, prompt: Sequence[int], plan: LoopPlan, pool: PrefixPool, salt: str = "") -> int:
+        """How many tokens of a prompt `pool` holds now, at any depth. A pure read."""
+        return 0 if self._bound(pool, plan) is None else pool.match(prompt, plan, salt).tokens
+
     def keep_prefix(self, lease: Lease, pool: PrefixPool) -> int:
         """Register the prompt of a finished lease in `pool`; returns the number of tokens cached."""
         assert lease.finish_reason, "only a finished prompt may serve others"

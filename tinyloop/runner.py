@@ -66,15 +66,31 @@ class Runner(Leases):
         self._copy_pages()
         self._bring_back([s for s in segments if s.fresh and s.loop])
         moving = [s for s in segments if not s.at_boundary]
-        tokens, following = self._leave([s for s in segments if s.at_boundary and not s.fresh])
+        leaving = [s for s in segments if s.at_boundary and not s.fresh]
+        heads = sum(map(self._rows_for_head, leaving))
+        tokens, following = self._leave(leaving)
         entering = [s for s in segments if s.fresh] + following
         self._enter(entering)
+        boundary_s = time.perf_counter() - began
         core = moving + entering
         self._core(core)
         finished = list(dict.fromkeys(s.lease for s in segments if s.lease.finish_reason))
         for lease in finished:
             self._publish(lease)
-        return StepReport(tokens, finished, sum(s.rows for s in core), time.perf_counter() - began)
+        return StepReport(
+            tokens,
+            finished,
+            rows=sum(s.rows for s in core),
+            seconds=time.perf_counter() - began,
+            boundary_rows=self._boundary_rows(leaving, entering, heads),
+            boundary_seconds=boundary_s,
+        )
+
+    def _boundary_rows(self, leaving: Sequence[Segment], entering: Sequence[Segment], heads: int) -> float:
+        """What passed through coda, head and prelude, in loops of the core."""
+        layout, core = self.layout, self.layout.core
+        coda, prelude = (sum(s.rows for s in segments) for segments in (leaving, entering))
+        return (coda * layout.coda + prelude * layout.prelude) / core + heads * self.stack.config.head_loops
 
     def _copy_pages(self) -> None:
         for sources, targets in self._copies:

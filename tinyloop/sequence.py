@@ -127,3 +127,5 @@ class StepReport:
     finished: Sequence[Lease] = ()
     rows: int = 0  # rows that went through the core
     seconds: float = 0.0
+    boundary_rows: float = 0.0  # rows outside of the core, each as the part of a core loop that its layers are
+    boundary_seconds: float = 0.0  # of `seconds`

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 router = APIRouter(prefix="/v1")
 STARTED = int(time.time())
+NO_KEY = "-" * 64  # in the place of a key's digest
 TIER_PRIORITY = {"flex": -10, "priority": 10, "fast": 10}
 EFFORT = {"none": 0.0, "minimal": 0.25, "low": 0.5, "medium": 1.0, "high": 1.0, "xhigh": 1.0, "max": 1.0}
 
@@ -226,9 +227,13 @@ def answer_limit(prompt: int, asked: int | None, default: int, info: "ModelInfo"
 
 def cache_salt(own: str, headers: Mapping[str, str], *, by_key: bool) -> str:
     """What keeps prefixes apart: the request's own salt, and with `by_key` one that is derived from its API key."""
-    if not by_key:
-        return own
-    return hashlib.sha256(headers.get("authorization", "").encode()).hexdigest() + own
+    return (tenant(headers) or NO_KEY) + own if by_key else own
+
+
+def tenant(headers: Mapping[str, str]) -> str:
+    """Who gets a share of the work of their own: whoever has an API key of their own. The key itself is not kept."""
+    key = headers.get("authorization", "")
+    return hashlib.sha256(key.encode()).hexdigest() if key else ""
 
 
 def choice_seed(seed: int | None, choice: int) -> int | None:
@@ -248,6 +253,7 @@ def job(request: Request, body: shapes.Request, view: View, limits: Sequence[int
             sampling=SamplingParams(**body.sampling(), seed=choice_seed(body.seed, choice)),
             cache_window=body.cache_window or 0,
             cache_salt=salt,
+            tenant=tenant(request.headers),
             request_id=body.request_id or request.state.request_id,
             prompt_logprobs=body.logprob_count if scored else None,
             **depths,
@@ -279,14 +285,18 @@ async def respond(request: Request, view: View, job: Job, *, stream: bool) -> Re
     if not stream:
         results = await unless_gone(request.receive, run_all(scheduler_of(request), job))
         body = view.whole(results)
-        return JSONResponse(body, headers=_loop_header(body["tinyloop"]["loops_granted"]))
+        report = body["tinyloop"]
+        return JSONResponse(body, headers=depth_headers(report["loops_granted"], degraded=report["degraded"]))
     default = scheduler_of(request).info.default_loops
     streams = await open_streams(scheduler_of(request), job)
     return EventStream(
         events(view, streams),
         on_error=lambda error: event(json.dumps(error_body(error, request.state.request_id))) + DONE,
         on_close=lambda: close_all(streams),
-        headers=lambda: _loop_header(min(granted_loops(stream, default) for stream in streams)),
+        headers=lambda: depth_headers(
+            min(granted_loops(stream, default) for stream in streams),
+            degraded=any(stream.request.downgraded_by for stream in streams),
+        ),
         keepalive_s=settings_of(request).keepalive_s,
     )
 
@@ -313,5 +323,7 @@ def _result(stream: "ChunkStream") -> GenerationResult:
     return stream.result
 
 
-def _loop_header(loops: int | None) -> dict[str, str]:
-    return {} if loops is None else {"x-tinyloop-loops": str(loops)}
+def depth_headers(loops: int | None, *, degraded: bool) -> dict[str, str]:
+    """What was granted, for clients that do not look into the body."""
+    headers = {} if loops is None else {"x-tinyloop-loops": str(loops)}
+    return headers | ({"x-tinyloop-degraded": "true"} if degraded else {})

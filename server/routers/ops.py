@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, PlainTextResponse
 
-from server.routers.shared import scheduler_of
+from server.routers.shared import read_json, refusal, scheduler_of, settings_of
 from tinyloop import __version__
 
 if TYPE_CHECKING:
@@ -35,6 +35,18 @@ async def ready(request: Request) -> JSONResponse:
     if scheduler.draining:
         return _unavailable("draining", "the server is shutting down")
     return JSONResponse({"status": "ready"}) if scheduler.healthy else await health(request)
+
+
+@router.post("/drain", status_code=202)
+async def drain(request: Request) -> dict[str, str]:
+    """Begin what SIGTERM begins, and say so at once: the drain cannot wait for the request that asked for it."""
+    if not settings_of(request).http_drain:
+        raise refusal(403, "drain_not_allowed", "this server was started without --http-drain")
+    await read_json(request)  # of no use, but no web page can send it from another site unasked
+    scheduler_of(request).begin_drain()
+    if (start := getattr(request.app.state, "start_drain", None)) is not None:
+        start()
+    return {"status": "draining"}
 
 
 def _unavailable(status: str, reason: str) -> JSONResponse:

@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from threading import RLock
 
 from tinyloop.config import Layout
 from tinyloop.kv.pages import PagePool, PageTable
@@ -77,7 +78,7 @@ class Entry:
 class PrefixPool:
     """At most `capacity` registered prefixes (when it is full the shortest goes first), and what is cached beside them.
 
-    A pool belongs to the first runner that uses it.
+    A pool belongs to the first runner that uses it. `match` may be asked from another thread while a step publishes.
     """
 
     def __init__(self, capacity: int = 16) -> None:
@@ -89,6 +90,7 @@ class PrefixPool:
         self._recent: OrderedDict[Node, None] = OrderedDict()  # unpinned nodes; a node is older than its ancestors
         self._pinned: set[Node] = set()
         self._pool: PagePool | None = None
+        self._lock = RLock()
 
     def bind(self, pool: PagePool, layout: Layout, page_size: int, *, across_depths: bool) -> bool:
         """Keep pages of `pool` from now on; False if they are another runner's already."""
@@ -111,6 +113,10 @@ class PrefixPool:
 
         At least one token is left over: somebody has to make the logits.
         """
+        with self._lock:
+            return self._match(tokens, plan, salt)
+
+    def _match(self, tokens: Sequence[int], plan: LoopPlan, salt: str) -> Match:
         node, nodes, done, limit = self._roots.get(self._root(plan, salt)), list[Node](), 0, len(tokens) - 1
         while node is not None and done < limit:
             block = tuple(tokens[done : done + self._page_size])
@@ -149,7 +155,8 @@ class PrefixPool:
         if table.first or self._pool is not table.pool:
             return None  # a window has dropped the beginning
         whole = len(tokens) // self._page_size * self._page_size
-        return self._publish(tokens[:whole], plan, table, salt)
+        with self._lock:
+            return self._publish(tokens[:whole], plan, table, salt)
 
     def register(self, tokens: Sequence[int], plan: LoopPlan, table: PageTable, salt: str = "") -> int:
         """Publish a prefix with its partial last page, and pin it. Returns the number of tokens cached."""
@@ -177,11 +184,12 @@ class PrefixPool:
         """Let go of unpinned prefixes, least recently used first, until `count` more pages are free or none is left."""
         assert self._pool is not None
         goal = min(self._pool.free + count, self._pool.num_pages)
-        while self._pool.free < goal and (leaves := self._idle_leaves(goal - self._pool.free)):
-            for node in leaves:
-                self._forget(node)
-        if self._pool.free < goal:
-            self._strip(goal)
+        with self._lock:
+            while self._pool.free < goal and (leaves := self._idle_leaves(goal - self._pool.free)):
+                for node in leaves:
+                    self._forget(node)
+            if self._pool.free < goal:
+                self._strip(goal)
 
     def unregister_shortest(self) -> bool:
         """Unpin the shortest registered prefix; it stays cached while there is room. False if there is none."""
