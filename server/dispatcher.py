@@ -77,6 +77,7 @@ class Dispatcher:
         self.running: dict[object, ScheduledRequest] = {}
         self.yielded: dict[ScheduledRequest, Lease] = {}
         self.failures = 0  # engine calls in a row
+        self._work: list[tuple[ScheduledRequest, int, bool]] = []  # of the step that was planned
         self._turns = count(1)
         self._aged_at = clock()
 
@@ -131,7 +132,9 @@ class Dispatcher:
             self.end(lease, RequestState.CANCELLED, reason=CLIENT)
         self._promote()
         self._admit()
-        return self._choose() if self.running else []
+        segments = self._choose() if self.running else []
+        self._work = [(self.running[s.lease], core_rows(s), s.is_prompt) for s in segments]  # a step changes segments
+        return segments
 
     def complete(self, segments: Sequence[Segment], report: StepReport, seconds: float) -> None:
         """Account for a step that took `seconds`, everything included, and deliver what it made."""
@@ -140,13 +143,18 @@ class Dispatcher:
         self.admission.work.cost.add(report, seconds)
         self.policy.boundary_in_steps = self.admission.work.cost.boundary_in_steps(report.rows)
         self.metrics.on_step(report.rows, report.seconds)
-        for segment in segments:
-            self._progress(self.running[segment.lease], core_rows(segment), prompt=segment.is_prompt)
+        for request, rows, is_prompt in self._work:
+            self._progress(request, rows, prompt=is_prompt)
         self._deliver(report)
 
     def _progress(self, request: ScheduledRequest, rows: int, *, prompt: bool) -> None:
         self.admission.progress(request, rows, prompt=prompt)
-        self.waiting.serve(request, rows * (1 + request.boundary_per_loop))
+        if not prompt:
+            self._charge(request, rows)
+
+    def _charge(self, request: ScheduledRequest, loops: float) -> None:
+        """To a tenant's share of the work: so many token loops, and what goes with them outside of the core."""
+        self.waiting.serve(request, loops * (1 + request.boundary_per_loop))
 
     def _deliver(self, report: StepReport) -> None:
         """What belongs to a caller who has gone meanwhile is dropped here or at the end of its request."""
@@ -187,8 +195,8 @@ class Dispatcher:
                 passed[request] = False
             elif self.policy.may_join(request, self.running.values()) and (lease := self._start(request)):
                 backlog += _rows_to_enter(lease)
-                for one in (one for one, counts in passed.items() if counts):
-                    one.passed += 1
+                if not self._count_passes([one for one, counts in passed.items() if counts]):
+                    return
             elif request.ended:
                 continue
             elif victim := self._victim_for(request):
@@ -198,6 +206,12 @@ class Dispatcher:
                 return
             else:
                 passed[request] = True
+
+    def _count_passes(self, passed: Collection[ScheduledRequest]) -> bool:
+        """Somebody has entered ahead of these; whether it may happen again."""
+        for one in passed:
+            one.passed += 1
+        return all(one.passed < self.policy.most_passes for one in passed)
 
     def _next(self, passed: Collection[ScheduledRequest]) -> ScheduledRequest | None:
         """The first whose caller is still there, leaving out those that have been passed. Of one level, who yielded
@@ -244,6 +258,7 @@ class Dispatcher:
             return None
         self.dispatch(request, lease)
         self.admission.resize(request, _prompt_work(lease))
+        self._charge(request, request.prompt_left)  # ahead of the work, or a tenant could start many while it is cheap
         if request.req.mode == "generate":  # no other mode is pooled
             self.metrics.on_prefix_lookup(lease.prompt_tokens, lease.cached, lease.hit or "exact")
         return lease
@@ -330,6 +345,7 @@ class Dispatcher:
     def end(self, key: object, state: RequestState, **outcome: Any) -> None:
         """Give back what the request holds, then tell its caller; whoever has gone counts as cancelled."""
         request = self.running.pop(key)
+        self._charge(request, -request.prompt_left)  # of a prompt that was not read to its end
         if request.abandoned:
             state, outcome = RequestState.CANCELLED, {"reason": CLIENT}
             request.cancelled = True
