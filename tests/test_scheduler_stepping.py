@@ -277,7 +277,11 @@ async def test_cancelling_at_random_moments_leaves_nothing_behind(seed):
             if dice.random() < 0.2:
                 (engine.gate.set if dice.random() < 0.7 else engine.gate.clear)()
             if dice.random() < 0.05:
-                scheduler.policy.min_boundary_rows = dice.randrange(1, 4)
+                scheduler.policy.min_boundary_rows = dice.choice([None, 1, 2, 3])
+            if dice.random() < 0.05:
+                engine.shortages.append(1)
+            if dice.random() < 0.05:
+                engine.clock.advance(dice.random())  # until waiters age, and interrupt
         engine.gate.set()
         await asyncio.wait(clients)
         await idle(engine, scheduler)
@@ -296,7 +300,15 @@ def count_calls(owner, name):
 async def client(scheduler, dice):
     """One caller of some kind, who may also leave in the middle."""
     prompt = range(1, 2 + dice.randrange(20))
-    req = request(*prompt, new=dice.randrange(12), loops=dice.randrange(1, 4), request_id="same")
+    least, most = sorted((dice.randrange(1, 4), dice.randrange(1, 4)))
+    req = request(
+        *prompt,
+        new=dice.randrange(12),
+        loops=most,
+        min_loops=dice.choice([None, least]),
+        tenant=dice.choice("ab"),
+        request_id="same",
+    )
     for _ in range(dice.randrange(20)):
         await asyncio.sleep(0)
     try:
@@ -316,6 +328,26 @@ async def client(scheduler, dice):
             await stream.aclose()
     except (EngineError, QueueFullError):
         pass
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@ALL_MODES
+async def test_a_cancel_at_any_await_point_leaves_nothing_behind(mode, streaming):
+    for moment in range(60):
+        async with Running(SteppingEngine(num_pages=12), dispatch=mode, max_running=2) as (_, scheduler):
+            others = [asyncio.create_task(scheduler.submit(request(n))) for n in (10, 20, 30)]
+            victim = asyncio.create_task(read(scheduler, request(40), streaming))
+            for _ in range(moment):
+                await asyncio.sleep(0)
+            victim.cancel()
+            assert [result.token_ids for result in await asyncio.gather(*others)] == [answer(n) for n in (10, 20, 30)]
+            await asyncio.wait({victim})
+
+
+async def read(scheduler, req, streaming):
+    if not streaming:
+        return await scheduler.submit(req)
+    return [chunk async for chunk in scheduler.submit_stream(req)]
 
 
 async def test_every_arrival_has_exactly_one_outcome():
@@ -550,3 +582,34 @@ async def test_others_pass_those_who_wait_for_a_prefix():
         engine.awaited.clear()
         assert (await waiting).token_ids == answer(7, 7)
         await filling.aclose()
+
+
+# The watchdog
+
+
+async def test_work_without_a_step_is_ill_health_and_a_step_heals_it():
+    async with Running(stall_after_s=5) as (engine, scheduler):
+        assert scheduler.healthy
+        engine.clock.advance(1000)
+        assert scheduler.healthy, "idle for long is no stall"
+        engine.gate.clear()
+        running = asyncio.create_task(scheduler.submit(request()))
+        waiting = asyncio.create_task(scheduler.submit(request(2)))
+        await engine.entered.wait()
+        engine.clock.advance(4.9)
+        assert scheduler.healthy
+        engine.clock.advance(0.1)
+        assert scheduler.unhealthy_reason == "no step for 5 s while 0 requests wait and 2 run"
+        engine.gate.set()
+        await asyncio.gather(running, waiting)
+        assert scheduler.healthy
+
+
+async def test_a_turn_that_hangs_outside_of_the_engine_is_seen_too():
+    async with Running(stall_after_s=5) as (engine, scheduler):
+        async with scheduler._turn_lock:
+            task = asyncio.create_task(scheduler.submit(request()))
+            await settle()
+            engine.clock.advance(6)
+            assert scheduler.unhealthy_reason == "no step for 6 s while 1 requests wait and 0 run"
+        await task
