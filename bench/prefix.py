@@ -13,35 +13,14 @@ import random
 import statistics
 import time
 
-import torch
+from random_model import ouro_shaped
 
 from tinyloop.kv.prefix import PrefixPool
 from tinyloop.model import Model
-from tinyloop.models.family import Weights
-from tinyloop.models.registry import family_of
 from tinyloop.sampling import SamplingParams
-from tinyloop.stack import LoopedStack
 
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)
-OURO = {
-    "model_type": "ouro", "vocab_size": 49152, "hidden_size": 512, "intermediate_size": 1408,
-    "num_hidden_layers": 24, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64,
-    "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "total_ut_steps": 4,
-}  # fmt: skip
 Case = tuple[str, int | None, int, str]  # name, depth held, depth asked, the case it is compared with
-
-
-class RandomTensors:
-    """A checkpoint in which every tensor exists."""
-
-    def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        return torch.ones(shape) if "norm" in name else torch.randn(shape) / shape[-1] ** 0.5
-
-
-def ouro(like: Model) -> Model:
-    family = family_of(OURO)
-    weights = Weights(RandomTensors(), like.stack.dtype, torch.device("cpu"))
-    return Model("ouro-shaped", LoopedStack(family, family.config(OURO), weights), like.tokenizer, kv_memory=2**31)
 
 
 def first_token_seconds(model: Model, prompt: list[int], shared: int, held: int | None, asked: int) -> float:
@@ -77,7 +56,7 @@ def main() -> None:
     plans: list[tuple[Model, list[Case]]] = [
         (smollm2, [("cold at 4", None, 4, "cold at 4"), ("held at 4, asked 4", 4, 4, "cold at 4"),
                    ("cold at 2", None, 2, "cold at 2"), ("held at 4, asked 2", 4, 2, "cold at 2")]),
-        (ouro(smollm2), [("cold at 4", None, 4, "cold at 4"), ("held at 8, asked 4", 8, 4, "cold at 4"),
+        (ouro_shaped(smollm2), [("cold at 4", None, 4, "cold at 4"), ("held at 8, asked 4", 8, 4, "cold at 4"),
                          ("cold at 8", None, 8, "cold at 8"), ("held at 8, asked 8", 8, 8, "cold at 8"),
                          ("held at 4, asked 8", 4, 8, "cold at 8")]),
     ]  # fmt: skip

@@ -19,16 +19,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from random_model import random_stack
 from tokenizers import Tokenizer as Core
 from tokenizers.models import BPE
 
 from tinyloop.kv.cache import PagedKV
 from tinyloop.kv.prefix import PrefixPool
 from tinyloop.model import Model
-from tinyloop.models.family import Weights
-from tinyloop.models.registry import family_of
 from tinyloop.sampling import SamplingParams
-from tinyloop.stack import LoopedStack
 from tinyloop.tokenizer import Tokenizer
 
 BLOCK, SCALE, LOOPS, VOCAB = 16, 64, 2, 512
@@ -40,15 +38,8 @@ CONFIG = {
 }  # fmt: skip
 
 
-class RandomTensors:
-    def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        return torch.ones(shape) if "norm" in name else torch.randn(shape) / shape[-1] ** 0.5
-
-
 def tiny_model(pages: int) -> Model:
-    torch.manual_seed(0)
-    family = family_of(CONFIG)
-    stack = LoopedStack(family, family.config(CONFIG), Weights(RandomTensors(), torch.float32, torch.device("cpu")))
+    stack = random_stack(CONFIG, torch.float32)
     memory = pages * PagedKV.page_bytes(stack.config, BLOCK, stack.dtype)
     return Model("tiny", stack, Tokenizer(Core(BPE())), kv_memory=memory, page_size=BLOCK)
 

@@ -241,10 +241,12 @@ class Admission:
             self._done(request, answer=min(work, request.answer_left))
 
     def _done(self, request: ScheduledRequest, prompt: float = 0.0, answer: float = 0.0) -> None:
-        boundary = prompt * request.boundary_per_loop
         request.prompt_left -= prompt
         request.answer_left -= answer
-        self.work.running.add(Load(0, prompt, boundary, answer), -1)
+        running = self.work.running
+        running.prompt = max(running.prompt - prompt, 0.0)
+        running.boundary = max(running.boundary - prompt * request.boundary_per_loop, 0.0)
+        running.answer = max(running.answer - answer, 0.0)
 
     def on_move(self, request: ScheduledRequest, previous: RequestState) -> None:
         if request.state is self.predictor.judged_at:
