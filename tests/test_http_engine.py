@@ -96,6 +96,35 @@ async def test_what_can_never_fit_is_400() -> None:
     assert response.json()["error"]["code"] == "kv_budget_exceeded"
 
 
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_depth_that_was_lowered_is_said_in_the_body_the_headers_and_a_counter(stream: bool) -> None:
+    engine = Engine(tiny_model("ouro", pages=8))
+    asked = {"max_tokens": 11, "loops": 4, "stream": stream}  # 16 tokens at 4 loops are 16 pages
+    async with served(engine) as (client, _):
+        refused = await client.post(COMPLETIONS, json=body(**asked))
+        response = await client.post(
+            COMPLETIONS,
+            json=body(**asked, min_loops=1, **({"stream_options": {"include_usage": True}} if stream else {})),
+        )
+        metrics = (await client.get("/metrics")).text
+    await engine.close()
+    assert refused.status_code == 400
+    report = (events(response.text)[-2] if stream else response.json())["tinyloop"]
+    assert (report["loops_requested"], report["loops_granted"], report["degraded"]) == (4, 2, True)
+    assert (response.headers["x-tinyloop-loops"], response.headers["x-tinyloop-degraded"]) == ("2", "true")
+    assert 'tinyloop_loop_downgrades_total{reason="memory"} 1.0' in metrics
+
+
+async def test_auto_is_the_default_depth_and_may_be_lowered() -> None:
+    engine = Engine(tiny_model("ouro", pages=8))
+    async with served(engine) as (client, _):
+        response = await client.post(COMPLETIONS, json=body(max_tokens=11, loops="auto"))
+        easy = await client.post(COMPLETIONS, json=body(max_tokens=1, loops="auto"))
+    await engine.close()
+    assert (response.headers["x-tinyloop-loops"], easy.headers["x-tinyloop-loops"]) == ("2", "4")
+    assert "x-tinyloop-degraded" not in easy.headers
+
+
 async def test_a_prefix_serves_another_depth_and_the_answer_says_how() -> None:
     async with served(Engine(tiny_model("ouro"))) as (client, _):
         prompt = list(range(40))
