@@ -31,6 +31,7 @@ class Door:
     ) -> None:
         self.dispatcher, self.ceilings, self.default_min_loops = dispatcher, ceilings, default_min_loops
         self.engine, self.admission, self.metrics = dispatcher.engine, dispatcher.admission, dispatcher.metrics
+        self.arriving = 0  # places held for requests that are being prepared
         self._steps = hasattr(self.engine, "step")
         self._clock = clock
 
@@ -38,7 +39,7 @@ class Door:
         self, req: GenerationRequest, priority: int, slo_ms: float | None, *, streaming: bool
     ) -> ScheduledRequest:
         """A request in the queue. Raises QueueFullError, AdmissionRejected, RequestError or EngineError."""
-        self.admission.check_depth(len(self.dispatcher.waiting))
+        self.check_depth()
         req = self._with_least(req)
         prepared, why = self._granted(req, priority, slo_ms)
         ask = self._ask(prepared, priority)
@@ -53,6 +54,10 @@ class Door:
             self.metrics.on_downgrade(why)
         self.dispatcher.enter(request)
         return request
+
+    def check_depth(self) -> None:
+        """Raises QueueFullError."""
+        self.admission.check_depth(len(self.dispatcher.waiting) + self.arriving)
 
     def _with_least(self, req: GenerationRequest) -> GenerationRequest:
         """The server's own least depth holds for requests that name no depth."""

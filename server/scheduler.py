@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AdmissionRejected",
+    "Arrival",
     "ChunkStream",
     "DispatchMode",
     "Engine",
@@ -62,6 +63,26 @@ T = TypeVar("T")
 
 DEFAULT_LOOPS = 8
 UNHEALTHY_AFTER = 2  # engine errors in a row
+
+
+class Arrival:
+    """A place in the queue for a request that is still being prepared. Nobody is refused for lack of room after the
+    expensive part, and nobody is prepared in vain."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._held = False
+
+    def take(self) -> None:
+        """Once its bytes are here: whoever sends slowly holds no place. Raises like `submit`."""
+        self._scheduler.check_open()
+        self._scheduler.door.arriving += 1
+        self._held = True
+
+    def release(self) -> None:
+        """Just before the submission, or when there will be none. Again is harmless."""
+        self._scheduler.door.arriving -= self._held
+        self._held = False
 
 
 class GeneratingEngine(Protocol):
@@ -173,7 +194,16 @@ class Scheduler:
             raise SchedulerShutdown("the server is shutting down")
         if reason := self._stopped_reason():
             raise SchedulerNotRunning(reason)
-        self.admission.check_depth(len(self.dispatcher.waiting))
+        self.door.check_depth()
+
+    @contextmanager
+    def arrival(self) -> Iterator[Arrival]:
+        """For a router: a request that is being read and prepared. It can hold a place in the queue meanwhile."""
+        arrival = Arrival(self)
+        try:
+            yield arrival
+        finally:
+            arrival.release()
 
     @contextmanager
     def counting_refusals(self) -> Iterator[None]:

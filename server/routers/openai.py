@@ -9,7 +9,7 @@ import json
 import math
 import random
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -42,7 +42,7 @@ from tinyloop.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from server.engine import ModelInfo
-    from server.scheduler import ChunkStream
+    from server.scheduler import Arrival, ChunkStream
     from tinyloop.tokenizer import Tokenizer
 
 router = APIRouter(prefix="/v1")
@@ -66,23 +66,32 @@ async def model(request: Request, name: str) -> answers.ModelCard:
 
 @router.post("/chat/completions")
 async def chat_completions(request: Request) -> Response:
-    with scheduler_of(request).counting_refusals():
-        view, work, stream = await read_chat(request)
-    return await respond(request, view, work, stream=stream)
+    return await answer(request, read_chat)
 
 
 @router.post("/completions")
 async def completions(request: Request) -> Response:
-    with scheduler_of(request).counting_refusals():
-        view, work, stream = await read_completion(request)
-    return await respond(request, view, work, stream=stream)
+    return await answer(request, read_completion)
 
 
-async def read_chat(request: Request) -> tuple[View, Job, bool]:
+Reader = Callable[[Request, "Arrival"], Awaitable[tuple[View, Job, bool]]]
+
+
+async def answer(request: Request, read: Reader) -> Response:
+    """Read a request, have it admitted, and answer. Its place in the queue is held from before the expensive part."""
+    with scheduler_of(request).arrival() as arrival:
+        with scheduler_of(request).counting_refusals():
+            view, work, stream = await read(request, arrival)
+        return await respond(request, view, work, stream=stream)
+
+
+async def read_chat(request: Request, arrival: "Arrival") -> tuple[View, Job, bool]:
     """The conversation as a prompt, what is to be generated, and whether to stream it."""
     scheduler = scheduler_of(request)
     scheduler.check_open()
-    body = shapes.parse(shapes.ChatRequest, await read_json(request))
+    raw = await read_json(request)
+    arrival.take()
+    body = shapes.parse(shapes.ChatRequest, raw)
     alias = alias_loops(body.model, scheduler.info)
     messages = [message.plain() for message in body.messages]
 
@@ -96,14 +105,16 @@ async def read_chat(request: Request) -> tuple[View, Job, bool]:
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     limit = answer_limit(len(prompt), asked, settings_of(request).default_max_tokens, scheduler.info, "messages")
     view = ChatView(prompts=[tuple(prompt)], **_view_facts(request, body))
-    return view, job(request, body, view, [limit], alias), body.stream
+    return view, job(request, body, view, [limit], alias, arrival), body.stream
 
 
-async def read_completion(request: Request) -> tuple[View, Job, bool]:
+async def read_completion(request: Request, arrival: "Arrival") -> tuple[View, Job, bool]:
     """The prompts as tokens, what is to be generated, and whether to stream it."""
     scheduler, most = scheduler_of(request), settings_of(request).max_choices
     scheduler.check_open()
-    body = shapes.parse(shapes.CompletionRequest, await read_json(request))
+    raw = await read_json(request)
+    arrival.take()
+    body = shapes.parse(shapes.CompletionRequest, raw)
     alias = alias_loops(body.model, scheduler.info)
     given = body.prompts
     if len(given) * body.n > most:
@@ -113,7 +124,7 @@ async def read_completion(request: Request) -> tuple[View, Job, bool]:
     limits = [answer_limit(len(tokens), body.max_tokens, 16, scheduler.info, "prompt") for tokens in prompts]
     texts = [_text(scheduler.tokenizer, prompt) for prompt in given] if body.echo else []
     view = CompletionView(prompts=prompts, echoes=texts, **_view_facts(request, body))
-    return view, job(request, body, view, limits, alias), body.stream
+    return view, job(request, body, view, limits, alias, arrival), body.stream
 
 
 def _card(info: "ModelInfo") -> answers.ModelCard:
@@ -241,7 +252,9 @@ def choice_seed(seed: int | None, choice: int) -> int | None:
     return seed if seed is None or choice == 0 else random.Random(f"{seed}:{choice}").getrandbits(63)
 
 
-def job(request: Request, body: shapes.Request, view: View, limits: Sequence[int], alias: int | None) -> Job:
+def job(
+    request: Request, body: shapes.Request, view: View, limits: Sequence[int], alias: int | None, arrival: "Arrival"
+) -> Job:
     """One GenerationRequest per choice. Raises RequestError for values out of bounds."""
     depths = depth(body, request.headers, alias, scheduler_of(request).info)
     scored = isinstance(view, CompletionView) and bool(view.echoes)
@@ -265,7 +278,7 @@ def job(request: Request, body: shapes.Request, view: View, limits: Sequence[int
     if slo_ms is None and "x-tinyloop-slo-ms" in request.headers:
         slo_ms = _header_number(request.headers, "x-tinyloop-slo-ms", 0)
     tier = TIER_PRIORITY.get(body.service_tier or "", 0)
-    return Job(requests, tier if body.priority is None else body.priority, slo_ms)
+    return Job(requests, arrival, tier if body.priority is None else body.priority, slo_ms)
 
 
 def _check_tokens(body: shapes.Request, prompts: Sequence[Sequence[int]], vocab_size: int) -> None:

@@ -22,7 +22,7 @@ from server.sse import stop
 from server.types import GenerationRequest, GenerationResult
 
 if TYPE_CHECKING:
-    from server.scheduler import ChunkStream, Scheduler
+    from server.scheduler import Arrival, ChunkStream, Scheduler
 
 T = TypeVar("T")
 log = logging.getLogger("tinyloop")
@@ -31,9 +31,10 @@ LONG_TEXT = 2_000  # characters; tokenising more than this would hold up the eve
 
 @dataclass(frozen=True)
 class Job:
-    """The generations of one HTTP request, admitted together or not at all."""
+    """The generations of one HTTP request, admitted together or not at all, and the place that they hold until then."""
 
     requests: Sequence[GenerationRequest]
+    arrival: "Arrival"
     priority: int = 0
     slo_ms: float | None = None
 
@@ -88,6 +89,7 @@ async def run_all(scheduler: "Scheduler", job: Job) -> list[GenerationResult]:
 
 
 async def _run(scheduler: "Scheduler", job: Job, request: GenerationRequest) -> GenerationResult:
+    job.arrival.release()  # and the next thing that happens is the submission
     try:
         return await scheduler.submit(request, priority=job.priority, slo_ms=job.slo_ms)
     except asyncio.CancelledError:
@@ -100,6 +102,7 @@ async def _run(scheduler: "Scheduler", job: Job, request: GenerationRequest) -> 
 async def open_streams(scheduler: "Scheduler", job: Job) -> "list[ChunkStream]":
     """All streams, admitted. If one is refused, those before it are given back."""
     streams: list[ChunkStream] = []
+    job.arrival.release()
     try:
         for request in job.requests:
             streams.append(scheduler.submit_stream(request, priority=job.priority, slo_ms=job.slo_ms))
