@@ -33,7 +33,7 @@ clean:
 	rm -rf .venv build dist *.egg-info
 
 # torch first: with one at hand the package's own range is satisfied and nothing larger is fetched.
-.venv/installed: pyproject.toml
+.venv/installed: pyproject.toml setup.py $(wildcard tinyloop/kernels/cpp/*)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "TinyLoop needs Python 3.11 or newer")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q "$(TORCH)"

@@ -151,11 +151,11 @@ def test_sharing_planes_between_loops_would_change_the_answer() -> None:
     tokens = list(range(30, 60))
 
     class OnePlane(oracle._Attention):
-        def __call__(self, layer, q, k, v):  # every loop reads the first loop's keys and values
+        def __call__(self, layer, q, k, v, rope):  # every loop reads the first loop's keys and values
             k, v = self.kept.setdefault(layer, (k, v))
             self.kept[layer] = k, v
             self.active = torch.zeros_like(self.active)
-            return super().__call__(layer, q, k, v)
+            return super().__call__(layer, q, k, v, rope)
 
     right = model.oracle(tokens, 4)
     with pytest.MonkeyPatch.context() as patch:
@@ -203,6 +203,31 @@ def test_unpinned_prefixes_go_first_and_the_oldest_of_them() -> None:
     assert ask(model, pool, [1] * 16, 2).cached_tokens == 15
     assert pool.match([60] * 12, make_plan(model.config, loops=2)).tokens == 0
     assert pool.stats() == {"entries": 1, "total_cached_tokens": 16}
+
+
+def test_pages_counted_as_available_can_be_had_also_in_the_middle_of_the_tree() -> None:
+    """Two requests compute one block at the same time; the tree keeps the first one's, and what follows is of the
+    second's pages. When the first has gone nobody reads the block, and what hangs on it is in use."""
+    model, pool = tiny_model("ouro", pages=20, page_size=4), tl.PrefixPool()
+    runner, plan = model.runner, make_plan(model.config, loops=1)
+    trunk = list(range(8))
+    first, second = (
+        runner.admit([*trunk, *end], plan, max_new_tokens=new, sampling=GREEDY, pool=pool)
+        for end, new in (([1], 1), ([2, 3, 4, 5, 6], 20))
+    )
+    while not first.finish_reason:
+        runner.step(runner.ready())
+    runner.release(first)
+    assert not second.finish_reason
+    available = runner.pool.available
+    pool.evict(available)
+    assert runner.pool.free == available
+    runner.check()
+    while not second.finish_reason:
+        runner.step(runner.ready())
+    assert second.tokens[13:] == greedy_by_oracle(model, second.tokens[:13], 20, 1)
+    runner.release(second)
+    runner.check()
 
 
 def test_a_registered_prefix_goes_only_when_one_request_alone_lacks_room() -> None:

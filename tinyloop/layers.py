@@ -14,9 +14,12 @@ from tinyloop.kernels import Linear
 
 
 class Attend(Protocol):
-    """q: [rows, heads, head_dim], k and v: [rows, kv_heads, head_dim] -> [rows, heads * head_dim]."""
+    """q: [rows, heads, head_dim], k and v: [rows, kv_heads, head_dim] -> [rows, heads * head_dim].
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
+    Queries and keys come as projected; `rope` is still to be applied, on the way to where keys are kept.
+    """
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, rope: "Rope") -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -38,13 +41,13 @@ class RMSNorm:
     weight: Tensor
     eps: float
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return kernels.rms_norm(x, self.weight, self.eps)
+    def __call__(self, x: Tensor, added: Tensor | None = None) -> Tensor:
+        return kernels.rms_norm(x, self.weight, self.eps, added)
 
 
 @dataclass(frozen=True)
 class Attention:
-    """Grouped-query attention (Ainslie et al. 2023). `qkv` is the three projections in one."""
+    """Grouped-query attention (Ainslie et al. 2023), plus `added`. `qkv` is the three projections in one."""
 
     qkv: Linear
     out: Linear
@@ -52,22 +55,22 @@ class Attention:
     num_kv_heads: int
     head_dim: int
 
-    def __call__(self, x: Tensor, rope: Rope, attend: Attend) -> Tensor:
+    def __call__(self, x: Tensor, rope: Rope, attend: Attend, added: Tensor | None = None) -> Tensor:
         heads = self.qkv(x).view(x.shape[0], -1, self.head_dim)
-        keys = self.num_heads + self.num_kv_heads  # rope turns queries and keys in one go
-        qk, v = kernels.rope(heads[:, :keys], rope.cos, rope.sin), heads[:, keys:]
-        return self.out(attend(qk[:, : self.num_heads], qk[:, self.num_heads :], v))
+        keys, values = self.num_heads, self.num_heads + self.num_kv_heads  # where they begin
+        q, k, v = heads[:, :keys], heads[:, keys:values], heads[:, values:]
+        return self.out(attend(q, k, v, rope), added)
 
 
 @dataclass(frozen=True)
 class GatedMLP:
-    """`down(silu(gate(x)) * up(x))`; `gate_up` is both projections in one."""
+    """`down(silu(gate(x)) * up(x)) + added`; `gate_up` is both projections in one."""
 
     gate_up: Linear
     down: Linear
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.down(kernels.silu_mul(self.gate_up(x)))
+    def __call__(self, x: Tensor, added: Tensor | None = None) -> Tensor:
+        return self.down(kernels.silu_mul(self.gate_up(x)), added)
 
 
 @dataclass(frozen=True)
@@ -80,8 +83,8 @@ class PreNormLayer:
     mlp: GatedMLP
 
     def __call__(self, h: Tensor, rope: Rope, attend: Attend) -> Tensor:
-        h = h + self.attn(self.attn_norm(h), rope, attend)
-        return h + self.mlp(self.mlp_norm(h))
+        h = self.attn(self.attn_norm(h), rope, attend, added=h)
+        return self.mlp(self.mlp_norm(h), added=h)
 
 
 @dataclass(frozen=True)
@@ -96,5 +99,5 @@ class SandwichLayer:
     mlp_out_norm: RMSNorm
 
     def __call__(self, h: Tensor, rope: Rope, attend: Attend) -> Tensor:
-        h = h + self.attn_out_norm(self.attn(self.attn_norm(h), rope, attend))
-        return h + self.mlp_out_norm(self.mlp(self.mlp_norm(h)))
+        h = self.attn_out_norm(self.attn(self.attn_norm(h), rope, attend), added=h)
+        return self.mlp_out_norm(self.mlp(self.mlp_norm(h)), added=h)

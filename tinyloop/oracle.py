@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tinyloop import kernels
+from tinyloop.layers import Rope
 from tinyloop.stack import LoopedStack
 
 
@@ -35,7 +37,8 @@ class _Attention:
         self.active = torch.ones(1, 1, 1, dtype=torch.bool)
         self.kept: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rope: Rope) -> Tensor:
+        q, k = kernels.rope(q, rope.cos, rope.sin), kernels.rope(k, rope.cos, rope.sin)
         old_k, old_v = self.kept.get(layer, (k, v))
         k, v = torch.where(self.active, k, old_k), torch.where(self.active, v, old_v)
         self.kept[layer] = k, v

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class AttendAt(Protocol):
     """Attention at a layer (absolute index): see `layers.Attend`."""
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rope: Rope) -> Tensor: ...
 
 
 class LoopedStack:

@@ -1,6 +1,11 @@
-"""The kernels: one signature each. Every family and the runner call these and nothing below them."""
+"""The kernels: one signature each. Every family and the runner call these and nothing below them.
+
+`reference` says in torch what they compute; `native` does it in C++ where that is built and the tensors fit.
+"""
 
 from tinyloop.kernels.linear import Linear
-from tinyloop.kernels.reference import attention, gather_pages, rms_norm, rope, silu_mul, write_rows
+from tinyloop.kernels.native import attention, rms_norm, rope_write, silu_mul
+from tinyloop.kernels.reads import Reads
+from tinyloop.kernels.reference import rope
 
-__all__ = ["Linear", "attention", "gather_pages", "rms_norm", "rope", "silu_mul", "write_rows"]
+__all__ = ["Linear", "Reads", "attention", "rms_norm", "rope", "rope_write", "silu_mul"]

@@ -4,10 +4,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tinyloop.kernels.reads import Reads
 
-def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """Root-mean-square norm over the last dimension (Zhang & Sennrich 2019)."""
-    return F.rms_norm(x, x.shape[-1:], weight, eps)
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, added: Tensor | None = None) -> Tensor:
+    """Root-mean-square norm over the last dimension (Zhang & Sennrich 2019), plus `added`."""
+    normed = F.rms_norm(x, x.shape[-1:], weight, eps)
+    return normed if added is None else added + normed
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -25,26 +28,46 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def write_rows(cache: Tensor, slots: Tensor, rows: Tensor) -> None:
-    """Write `rows` [rows, kv_heads, head_dim] to flat `slots` [rows] of a cache.
+def rope_write(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, slots: Tensor
+) -> Tensor:
+    """Turn queries and keys; write keys and values to flat `slots` [rows] of the pages. Returns the turned queries.
 
-    `cache`: [pages, page_size, kv_heads, head_dim].
+    `q`: [rows, heads, head_dim]; `k`, `v`: [rows, kv_heads, head_dim]; `cos`, `sin` as in `rope`; `keys`, `values`:
+    [pages, page_size, kv_heads, head_dim].
     """
-    cache.view(-1, *cache.shape[2:]).index_copy_(0, slots, rows)
+    for cache, rows in ((keys, rope(k, cos, sin)), (values, v)):
+        cache.view(-1, *cache.shape[2:]).index_copy_(0, slots, rows)
+    return rope(q, cos, sin)
 
 
-def gather_pages(cache: Tensor, pages: Tensor) -> Tensor:
+def attention(q: Tensor, keys: Tensor, values: Tensor, reads: Reads, page_row: int) -> Tensor:
+    """Causal grouped-query attention of a packed batch over pages; returns [rows, heads * head_dim].
+
+    `q`: [rows, heads, head_dim]; `keys`, `values`: [pages, page_size, kv_heads, head_dim]. Which pages hold what is
+    in `reads`, at `page_row` of its pages.
+    """
+    out = q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
+    for group in reads.groups:
+        pages = group.pages[page_row]
+        seen = _gathered(keys, pages), _gathered(values, pages)
+        queries = q[group.rows].view(*group.shape, *q.shape[1:])
+        out[group.rows] = _masked_attention(queries, *seen, group.mask).view(-1, out.shape[1])
+    return out
+
+
+def _gathered(cache: Tensor, pages: Tensor) -> Tensor:
     """Bring pages together: `pages` [segments, blocks] -> [segments, blocks * page_size, kv_heads, head_dim]."""
-    gathered = cache.index_select(0, pages.view(-1))
+    gathered = cache.index_select(0, pages.reshape(-1))
     return gathered.view(pages.shape[0], -1, *cache.shape[2:])
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Grouped-query attention of equal-sized segments; returns [segments, rows, heads * head_dim].
+def _masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """Attention of equal-sized segments; returns [segments, rows, heads * head_dim].
 
     `q`: [segments, rows, heads, head_dim]; `k`, `v`: [segments, keys, kv_heads, head_dim]. Query heads that share a
     key head (`shared` of them) are laid side by side as further rows, so keys are never repeated in memory. `mask` is
-    added to the scores: [segments, 1, shared * rows, keys], or [segments, 1, 1, keys] for single rows.
+    added to the scores, shaped as in `reads.Group`.
     """
     segments, rows, heads, head_dim = q.shape
     kv_heads = k.shape[2]

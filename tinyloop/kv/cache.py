@@ -13,6 +13,7 @@ from tinyloop.config import ModelConfig, Section
 
 if TYPE_CHECKING:
     from tinyloop.batch import PackedBatch
+    from tinyloop.layers import Rope
 
 
 class PagedKV:
@@ -38,7 +39,9 @@ class PagedKV:
         elements = config.layout.layers_per_page * config.kv_elements + config.hidden_size
         return page_size * elements * dtype.itemsize
 
-    def attend(self, batch: PackedBatch, section: Section, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(
+        self, batch: PackedBatch, section: Section, layer: int, q: Tensor, k: Tensor, v: Tensor, rope: Rope
+    ) -> Tensor:
         """Keep the rows' keys and values, then attend over what their segments have in this plane.
 
         `layer` is the absolute index. `q`: [rows, heads, head_dim]; `k`, `v`: [rows, kv_heads, head_dim]; returns
@@ -47,14 +50,8 @@ class PagedKV:
         index = layer - self.config.layout.span(section).start
         row, inner = divmod(index, self.config.layout.layers_per_page)
         keys, values = self.k[inner], self.v[inner]
-        kernels.write_rows(keys, batch.slots[row], k)
-        kernels.write_rows(values, batch.slots[row], v)
-        out = q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
-        for read in batch.reads:
-            seen = kernels.gather_pages(keys, read.pages[row]), kernels.gather_pages(values, read.pages[row])
-            queries = q[read.rows].view(*read.shape, *q.shape[1:])
-            out[read.rows] = kernels.attention(queries, *seen, read.mask).view(-1, out.shape[1])
-        return out
+        q = kernels.rope_write(q, k, v, rope.cos, rope.sin, keys, values, batch.slots[row])
+        return kernels.attention(q, keys, values, batch.reads, row)
 
     def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy whole pages, for a writer that must not touch a shared one."""

@@ -190,6 +190,8 @@ class PrefixPool:
                     self._forget(node)
             if self._pool.free < goal:
                 self._strip(goal)
+            if self._pool.free < goal:
+                self._uproot(goal)
 
     def unregister_shortest(self) -> bool:
         """Unpin the shortest registered prefix; it stays cached while there is room. False if there is none."""
@@ -328,6 +330,26 @@ class PrefixPool:
             while len(node.pages) > least and all(map(self._pool.is_idle, node.pages[-per_loop:])):
                 self._let_go(node, node.pages[-per_loop:])
                 del node.pages[-per_loop:]
+
+    def _uproot(self, goal: int) -> None:
+        """Let go of nodes that nobody reads although what hangs on them is in use, and of that too.
+
+        It comes about when a request has computed a block again that was here: its own pages serve it, and the blocks
+        that follow are made of its pages.
+        """
+        assert self._pool is not None
+        for node in list(self._recent):
+            if self._pool.free >= goal:
+                return
+            if node in self._recent and self._pool.is_idle(node.pages[0]):
+                for one in _subtree(node):
+                    self._forget(one)
+
+
+def _subtree(node: Node) -> list[Node]:
+    """A node and all that hangs on it, children before their parents."""
+    below = [one for siblings in node.children.values() for child in siblings.values() for one in _subtree(child)]
+    return [*below, node]
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:

@@ -1,0 +1,197 @@
+"""The native kernels equal the reference in torch on random shapes, at every level of instruction set there is here."""
+
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tinyloop.kernels import native, reference
+from tinyloop.kernels.linear import Linear
+from tinyloop.kernels.reads import Reads
+
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
+many = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def _levels() -> list[str]:
+    """The builds that exist and that this processor can run."""
+    plain = native._module("plain")
+    best = native.LEVELS.index(plain.best_level()) if plain else 0
+    return [level for level in native.LEVELS[: best + 1] if native._module(level)]
+
+
+@pytest.fixture(params=_levels() or [pytest.param("", marks=pytest.mark.skip(reason="the native build is absent"))])
+def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setenv("TINYLOOP_NATIVE", request.param)
+    _forget()
+    assert native.library().__name__.endswith(f"_{request.param}")
+    yield request.param
+    _forget()
+
+
+def _forget() -> None:
+    native.library.cache_clear()
+    native._kernel.cache_clear()
+
+
+def near(got: Tensor, exact: Tensor) -> bool:
+    """Within 1e-5 in float32; in bfloat16 within two units in the last place of the exact value."""
+    assert got.shape == exact.shape
+    bound = 1e-5 if got.dtype == torch.float32 else 2**-7
+    return bool(torch.allclose(got.float(), exact.float(), rtol=bound, atol=bound / 4))
+
+
+@many
+@given(dtype=DTYPES, rows=st.integers(1, 70), size=st.integers(1, 700), seed=st.integers(0, 99))
+def test_norms(level: str, dtype: torch.dtype, rows: int, size: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    x, weight, more = torch.randn(rows, size).to(dtype), torch.randn(size).to(dtype), torch.randn(rows, size).to(dtype)
+    for extra in (more, None):
+        exact = reference.rms_norm(x.float(), weight.float(), 1e-6, None if extra is None else extra.float())
+        assert near(native.rms_norm(x, weight, 1e-6, extra), exact)
+
+
+@many
+@given(dtype=DTYPES, rows=st.integers(1, 70), size=st.integers(1, 700), scale=st.sampled_from([1.0, 30.0]))
+def test_gated_activation(level: str, dtype: torch.dtype, rows: int, size: int, scale: float) -> None:
+    gate_up = (scale * torch.randn(rows, 2 * size)).to(dtype)
+    assert near(native.silu_mul(gate_up), reference.silu_mul(gate_up.float()))
+
+
+@many
+@given(
+    dtype=DTYPES, rows=st.integers(1, 40), kv_heads=st.integers(1, 4), shared=st.integers(1, 4),
+    half=st.integers(1, 40), page_size=st.sampled_from([1, 4, 16]), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_rope_and_write(
+    level: str, dtype: torch.dtype, rows: int, kv_heads: int, shared: int, half: int, page_size: int, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    heads = kv_heads * shared
+    qkv = torch.randn(rows, heads + 2 * kv_heads, 2 * half).to(dtype)
+    parts = qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
+    angles = 100 * torch.rand(rows, 1, half)
+    pages = rows // page_size + 1
+    slots = torch.randperm(pages * page_size)[:rows].repeat_interleave(2)[::2]  # may lie across a table
+    caches = torch.zeros(2, 2, pages, page_size, kv_heads, 2 * half, dtype=dtype)
+    turned = [
+        kernels.rope_write(*parts, angles.cos(), angles.sin(), *cache, slots)
+        for kernels, cache in zip((native, reference), caches, strict=True)
+    ]
+    assert near(*turned)
+    assert near(caches[0, 0], caches[1, 0])
+    assert torch.equal(caches[0, 1], caches[1, 1])
+
+
+def history(
+    segments: list[tuple[int, int]], page_size: int, window: int, shared: int, dtype: torch.dtype, pages: int, seed: int
+) -> Reads:
+    """Segments (tokens before, rows) with pages drawn at random, in two page rows."""
+    rng = random.Random(seed)
+    spans, ids = [], []
+    row = 0
+    for before, rows in segments:
+        first = max(0, before - window + 1) // page_size if window else 0
+        last = (before + rows - 1) // page_size + 1
+        spans.append((row, rows, before, window, first * page_size, len(ids)))
+        ids += [rng.randrange(pages) for _ in range(first, last)]
+        row += rows
+    table = torch.tensor([ids, [(page + 1) % pages for page in ids]])
+    return Reads(torch.tensor(spans), table, page_size, shared, dtype)
+
+
+@many
+@given(
+    dtype=DTYPES,
+    segments=st.lists(st.tuples(st.integers(0, 300), st.just(1) | st.integers(1, 90)), min_size=1, max_size=5),
+    kv_heads=st.integers(1, 3), shared=st.integers(1, 5), head_dim=st.sampled_from([2, 6, 12, 16, 32, 64, 80, 128]),
+    page_size=st.sampled_from([1, 3, 4, 16]), window=st.sampled_from([0, 1, 7, 64, 100]), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_attention_of_mixed_segments(
+    level: str, dtype: torch.dtype, segments: list[tuple[int, int]], kv_heads: int, shared: int, head_dim: int,
+    page_size: int, window: int, seed: int,
+) -> None:  # fmt: skip
+    torch.manual_seed(seed)
+    keys, values = torch.randn(2, 40, page_size, kv_heads, head_dim).to(dtype)
+    q = torch.randn(sum(rows for _, rows in segments), kv_heads * shared, head_dim).to(dtype)
+    reads = history(segments, page_size, window, shared, dtype, 40, seed)
+    wide = history(segments, page_size, window, shared, torch.float32, 40, seed)
+    for page_row in (0, 1):
+        got = native.attention(q, keys, values, reads, page_row)
+        exact = reference.attention(q.float(), keys.float(), values.float(), wide, page_row)
+        assert near(got, exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_of_a_segment_does_not_depend_on_its_neighbours(level: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    keys, values = torch.randn(2, 40, 16, 3, 64).to(dtype)
+    segments = [(200, 1), (5, 100), (77, 33), (300, 1)]
+    q = torch.randn(135, 9, 64).to(dtype)
+    reads = history(segments, 16, 50, 3, dtype, 40, 0)
+    together = native.attention(q, keys, values, reads, 0)
+    for row, rows, *_ in reads.spans.tolist():
+        span = next(span for span in reads.spans.tolist() if span[0] == row)
+        alone = Reads(torch.tensor([[0, *span[1:]]]), reads.pages, 16, 3, dtype)
+        assert torch.equal(native.attention(q[row : row + rows], keys, values, alone, 0), together[row : row + rows])
+
+
+@many
+@given(
+    rows=st.integers(1, 70), sizes=st.tuples(st.integers(1, 12), st.integers(1, 12)), added=st.booleans(),
+    seed=st.integers(0, 99),
+)  # fmt: skip
+def test_products_of_few_rows(level: str, rows: int, sizes: tuple[int, int], added: bool, seed: int) -> None:
+    torch.manual_seed(seed)
+    weight = torch.randn(sizes[0] * 32, sizes[1] * 32).bfloat16()
+    linear = Linear(weight)
+    assert linear.native == (level in ("bf16", "amx"))
+    x, more = torch.randn(rows, weight.shape[1]).bfloat16(), torch.randn(rows, weight.shape[0]).bfloat16()
+    exact = x.float() @ weight.float().T + (more.float() if added else 0)
+    got = linear(x, more if added else None)
+    bound = 2**-7 * (weight.shape[1] ** 0.5 / 4 + exact.abs())
+    if not linear.native and added:  # torch rounds the product before the sum
+        bound += 2**-8 * (exact - more.float()).abs()
+    assert bool(((got.float() - exact).abs() <= bound).all())
+    if linear.native:
+        alone = torch.cat([linear(x[i : i + 1], more[i : i + 1] if added else None) for i in range(rows)])
+        assert torch.equal(got, alone), "a row depends on its neighbours"
+
+
+def test_what_the_native_kernels_do_not_take_goes_to_torch(level: str) -> None:
+    x = torch.randn(4, 32)
+    half, weight = x.half(), torch.ones(32)
+    assert torch.equal(native.rms_norm(half, weight.half(), 1e-6), reference.rms_norm(half, weight.half(), 1e-6))
+    assert torch.equal(native.rms_norm(x.T, weight[:4], 1e-6), reference.rms_norm(x.T, weight[:4], 1e-6))
+    assert torch.equal(native.silu_mul(x.T), reference.silu_mul(x.T))
+    assert not Linear(torch.ones(33, 32).bfloat16()).native
+
+
+def test_a_number_that_is_none_stays_none(level: str) -> None:
+    x = torch.full((1, 40), torch.nan).bfloat16()
+    assert native.rms_norm(x, x[0], 1e-6).isnan().all()
+    assert native.silu_mul(x).isnan().all()
+
+
+@pytest.mark.parametrize(("setting", "logged"), [("0", ""), ("missing", "native kernels are not built")])
+def test_torch_serves_where_there_is_nothing_native(setting: str, logged: str) -> None:
+    block = "[sys.modules.__setitem__(f'tinyloop.kernels._{level}', None) for level in native.LEVELS]"
+    code = f"""
+import sys, torch
+from tinyloop.kernels import native, reference
+{block if setting == "missing" else ""}
+x = torch.randn(3, 2 * 8)
+assert torch.equal(native.silu_mul(x), reference.silu_mul(x)) and native.silu_mul(x) is not None
+assert native.library() is None
+"""
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"TINYLOOP_NATIVE": setting},
+                          capture_output=True, text=True, check=True)  # fmt: skip
+    assert done.stderr.count("native kernels") == bool(logged)
+    assert logged in done.stderr

@@ -1,0 +1,284 @@
+// Causal attention of packed segments straight over the pages: tiles of keys, a running softmax, sums in float.
+//
+// Tiles begin at multiples of TILE in the sequence, so what a row gets depends on its own segment alone. Segments with
+// few query rows (an answer token) read the pages where they lie; a block of prompt rows first brings each tile, 64
+// tokens of one head, into the layout that the product wants.
+#pragma once
+
+#include "common.h"
+#include "product.h"
+#include "threads.h"
+#include "tiles.h"
+
+#include <type_traits>
+
+namespace tinyloop {
+
+constexpr int TILE = 64;          // keys
+constexpr int BLOCK = 48;         // query rows times the heads that share a key head, about
+constexpr int FEW = 4;            // query rows that are not worth rearranging keys for
+constexpr int LARGEST_HEAD = 1024;
+constexpr float NOWHERE = -INFINITY;
+
+// One segment as the batch gives it; see tinyloop/kernels/reads.py.
+struct Span {
+  int64_t row, rows, start, window, first, offset;
+};
+
+template <class T>
+struct Pages {
+  const T *keys, *values;
+  const int64_t* ids;
+  long page_size, kv_heads, head_dim;
+
+  // Elements before the vector of one token and head.
+  long at(const Span& s, long position, long head) const {
+    long back = position - s.first;
+    long slot = ids[s.offset + back / page_size] * page_size + back % page_size;
+    return (slot * kv_heads + head) * head_dim;
+  }
+};
+
+// Room of one thread. `padded` is head_dim up to a multiple of W, rows go up to a multiple of 16.
+struct Scratch {
+  std::vector<float> q, scores, out, keys, values, top, base, shrink, weight;
+  std::vector<bf16> narrow_q, narrow_weights, packed;
+  int padded = 0;
+
+  void fit(int rows, int head_dim) {
+    padded = (head_dim + W - 1) / W * W;
+    int full = (rows + 15) / 16 * 16;
+    q.resize(rows * padded);
+    out.assign(full * padded, 0.0f);
+    scores.resize(full * TILE);
+    keys.resize(TILE * padded);
+    values.resize(TILE * padded);
+    top.assign(rows, NOWHERE);
+    base.resize(rows);
+    shrink.assign(full, 0.0f);
+    weight.assign(rows, 0.0f);
+    narrow_q.resize(full * padded);
+    narrow_weights.resize(full * TILE);
+    packed.resize(TILE * padded);
+  }
+};
+
+// A block of query rows of one segment, for one key head. Row m of the block is query m / shared, head m % shared.
+template <class T>
+struct Block {
+  const Pages<T>& pages;
+  const Span& span;
+  long head, first_query;
+  int queries, shared;
+  Scratch& room;
+
+  int rows() const { return queries * shared; }
+  long position(int m) const { return span.start + first_query + m / shared; }
+  long low(long position) const {
+    return std::max(span.first, span.window ? position - span.window + 1 : 0);
+  }
+
+  // Elements of q, or of what is written, before row m.
+  long row_of(int m, long heads) const {
+    return ((span.row + first_query + m / shared) * heads + head * shared + m % shared) * pages.head_dim;
+  }
+
+  void read_queries(const T* q, long heads) {
+    int d = pages.head_dim;
+    for (int m = 0; m < rows(); m++) {
+      const T* in = q + row_of(m, heads);
+      float* to = room.q.data() + m * room.padded;
+      strips(d, [&](int i, int w) { store(to + i, load(in + i, w)); });
+    }
+  }
+
+  // Scores of the keys [from, to) of the tile, in the columns after from % TILE.
+  void score_where_they_lie(long from, long to) {
+    int d = pages.head_dim;
+    for (long key = from; key < to; key++) {
+      const T* k = pages.keys + pages.at(span, key, head);
+      for (int m = 0; m < rows(); m++) {
+        const float* x = room.q.data() + m * room.padded;
+        vec total = {};
+        for (int i = 0; i < d; i += W) total += load(x + i) * load(k + i);
+        room.scores[m * TILE + key % TILE] = sum(total);
+      }
+    }
+  }
+
+  void score_tile(long from, long to) {
+    int d = pages.head_dim;
+    float* turned = room.keys.data();  // [head_dim, TILE]
+    const float* lines[LARGEST_HEAD];
+    for (int i = 0; i < d; i++) lines[i] = turned + i * TILE;
+    for (long key = from; key < to; key++) {
+      const T* k = pages.keys + pages.at(span, key, head);
+      strips(d, [&](int i, int w) {
+        float part[W];
+        store(part, load(k + i, w));
+        for (int j = 0; j < w; j++) turned[(i + j) * TILE + key % TILE] = part[j];
+      });
+    }
+    product(rows(), TILE, d, room.q.data(), room.padded, lines, room.scores.data(), TILE, false);
+  }
+
+#if defined(__AMX_BF16__)
+  // The tile's keys or values; those outside [from, to) are zero.
+  void lines_of(const bf16* cache, long from, long to, const bf16** lines) const {
+    static const bf16 zeros[LARGEST_HEAD] = {};
+    long tile = from / TILE * TILE;
+    for (int i = 0; i < TILE; i++)
+      lines[i] = tile + i < from || tile + i >= to ? zeros : cache + pages.at(span, tile + i, head);
+  }
+
+  int full_rows() const { return (rows() + 15) / 16 * 16; }
+
+  void narrow_queries(const bf16* q, long heads) {
+    int d = pages.head_dim;
+    std::fill(room.narrow_q.begin(), room.narrow_q.end(), 0);
+    for (int m = 0; m < rows(); m++) std::memcpy(&room.narrow_q[m * d], q + row_of(m, heads), d * sizeof(bf16));
+    use_tiles(16, 16);
+  }
+
+  void score_by_matrix(long from, long to) {
+    const bf16* lines[TILE];
+    int d = pages.head_dim;
+    lines_of(pages.keys, from, to, lines);
+    pack_keys(lines, d, room.packed.data());
+    std::fill(room.scores.begin(), room.scores.end(), 0.0f);
+    tile_product(full_rows(), TILE, d, room.narrow_q.data(), d, room.packed.data(), room.scores.data(), TILE);
+  }
+
+  void add_by_matrix(long from, long to) {
+    const bf16* lines[TILE];
+    int d = pages.head_dim;
+    lines_of(pages.values, from, to, lines);
+    pack_values(lines, d, room.packed.data());
+    tile_product(full_rows(), d, TILE, room.narrow_weights.data(), TILE, room.packed.data(), room.out.data(), d);
+  }
+#endif
+
+  // Scores become weights exp(score - top), and what was summed before shrinks to the new top. They go to `weights`.
+  template <class S>
+  void soften(long from, long to, S* weights) {
+    long tile = from / TILE * TILE;
+    vec scale = splat(1.0f / std::sqrt((float)pages.head_dim));
+    for (int m = 0; m < rows(); m++) {
+      float* s = room.scores.data() + m * TILE;
+      int begin = std::max(low(position(m)), from) - tile, end = std::min(position(m) + 1, to) - tile;
+      if (begin > 0) std::fill(s, s + std::min(begin, TILE), NOWHERE);
+      if (end < TILE) std::fill(s + std::max(end, 0), s + TILE, NOWHERE);
+      vec highest = splat(room.top[m]);
+      for (int i = 0; i < TILE; i += W) {
+        vec v = load(s + i) * scale;
+        store(s + i, v);
+        highest = v > highest ? v : highest;
+      }
+      float top = largest(highest);
+      room.base[m] = top == NOWHERE ? 0.0f : top;  // nothing seen so far: all weights are zero
+      room.shrink[m] = room.top[m] - room.base[m];
+      room.top[m] = top;
+    }
+    for (int m = 0; m < rows(); m += W) store(&room.shrink[m], exponential(load(&room.shrink[m])));
+    for (int m = 0; m < rows(); m++) {
+      const float* s = room.scores.data() + m * TILE;
+      vec total = {};
+      for (int i = 0; i < TILE; i += W) {
+        vec e = exponential(load(s + i) - room.base[m]);
+        store(weights + m * TILE + i, e);
+        total += e;
+      }
+      room.weight[m] = room.weight[m] * room.shrink[m] + sum(total);
+      shrink_row(m);
+    }
+  }
+
+  void shrink_row(int m) {
+    float* o = room.out.data() + m * room.padded;
+    if (room.shrink[m] != 1.0f)
+      for (int i = 0; i < room.padded; i += W) store(o + i, load(o + i) * room.shrink[m]);
+  }
+
+  void add_where_they_lie(long from, long to) {
+    const T* rows_of_values[TILE];
+    for (long key = from; key < to; key++)
+      rows_of_values[key - from] = pages.values + pages.at(span, key, head);
+    product(rows(), (int)pages.head_dim, (int)(to - from), room.scores.data() + from % TILE, TILE, rows_of_values,
+            room.out.data(), room.padded, true);
+  }
+
+  void add_tile(long from, long to) {
+    const float* rows_of_values[TILE];
+    for (long key = from; key < to; key++) {
+      const T* v = pages.values + pages.at(span, key, head);
+      float* to_row = room.values.data() + (key - from) * room.padded;
+      strips((int)pages.head_dim, [&](int i, int w) { store(to_row + i, load(v + i, w)); });
+      rows_of_values[key - from] = to_row;
+    }
+    product(rows(), room.padded, (int)(to - from), room.scores.data() + from % TILE, TILE, rows_of_values,
+            room.out.data(), room.padded, true);
+  }
+
+  void write(T* out, long heads) {
+    int d = pages.head_dim;
+    for (int m = 0; m < rows(); m++) {
+      T* to = out + row_of(m, heads);
+      const float* o = room.out.data() + m * room.padded;
+      float scale = 1.0f / room.weight[m];
+      strips(d, [&](int i, int w) { store(to + i, load(o + i) * scale, w); });
+    }
+  }
+
+  // How the scores of a tile are found and its values added.
+  typedef void (Block::*Step)(long from, long to);
+
+  template <class S>
+  void walk(Step score, S* weights, Step add) {
+    long end = position(rows() - 1) + 1;
+    for (long from = low(position(0)); from < end; from = from / TILE * TILE + TILE) {
+      long to = std::min(end, from / TILE * TILE + TILE);
+      (this->*score)(from, to);
+      soften(from, to, weights);
+      (this->*add)(from, to);
+    }
+  }
+
+  void run(const T* q, T* out, long heads) {
+    room.fit(rows(), (int)pages.head_dim);
+    bool few = rows() <= FEW && pages.head_dim % W == 0;
+#if defined(__AMX_BF16__)
+    if constexpr (std::is_same_v<T, bf16>)
+      if (!few && pages.head_dim % 32 == 0) {
+        narrow_queries(q, heads);
+        walk(&Block::score_by_matrix, room.narrow_weights.data(), &Block::add_by_matrix);
+        _tile_release();
+        return write(out, heads);
+      }
+#endif
+    read_queries(q, heads);
+    few ? walk(&Block::score_where_they_lie, room.scores.data(), &Block::add_where_they_lie)
+        : walk(&Block::score_tile, room.scores.data(), &Block::add_tile);
+    write(out, heads);
+  }
+};
+
+// q, out: [rows, heads, head_dim]; keys, values: [pages, page_size, kv_heads, head_dim].
+template <class T>
+void attention(const T* q, const Pages<T>& pages, const Span* spans, long segments, T* out, long heads, int threads) {
+  int shared = (int)(heads / pages.kv_heads), step = std::max(1, BLOCK / shared);
+  struct Item {
+    const Span* span;
+    long query;
+  };
+  std::vector<Item> items;
+  for (long s = 0; s < segments; s++)
+    for (long query = (spans[s].rows - 1) / step * step; query >= 0; query -= step) items.push_back({spans + s, query});
+  parallel(threads, (long)items.size() * pages.kv_heads, [&](long i) {
+    static thread_local Scratch room;
+    const Item& item = items[i / pages.kv_heads];
+    int queries = (int)std::min<long>(step, item.span->rows - item.query);
+    Block<T>{pages, *item.span, i % pages.kv_heads, item.query, queries, shared, room}.run(q, out, heads);
+  });
+}
+
+}  // namespace tinyloop

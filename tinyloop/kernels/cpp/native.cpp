@@ -1,0 +1,111 @@
+// The Python module: reads addresses and sizes, lets other threads run, calls a kernel. Knows no tensors; what it is
+// given must be right, which tinyloop/kernels/native.py sees to.
+//
+// The same text is compiled once for each level of instruction set, as a module of its own: see setup.py.
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include "attention.h"
+#include "cpu.h"
+#include "linear.h"
+#include "rows.h"
+
+#include <tuple>
+
+#define TEXT(x) #x
+#define NAME(x) TEXT(x)
+#define JOIN(a, b) a##b
+#define INIT(name) JOIN(PyInit_, name)
+
+using namespace tinyloop;
+
+namespace {
+
+// Reads the arguments of a call one after the other; a pointer, a whole number or a float, as the target needs.
+struct Arguments {
+  PyObject* const* next;
+
+  template <class T>
+  operator T*() { return (T*)PyLong_AsVoidPtr(*next++); }
+  operator long() { return PyLong_AsLong(*next++); }
+  operator int() { return (int)PyLong_AsLong(*next++); }
+  operator float() { return (float)PyFloat_AsDouble(*next++); }
+};
+
+// Calls kernel(arguments...) without the interpreter's lock. Braces keep the order in which arguments are read.
+template <class... A>
+struct Call {
+  std::tuple<A...> values;
+
+  explicit Call(Arguments& from) : values{(A)from...} {}
+  void run(void (*kernel)(A...)) {
+    Py_BEGIN_ALLOW_THREADS std::apply(kernel, values);
+    Py_END_ALLOW_THREADS
+  }
+};
+
+template <class... A>
+PyObject* call(void (*kernel)(A...), PyObject* const* args, Py_ssize_t count) {
+  if (count != (Py_ssize_t)sizeof...(A)) return PyErr_Format(PyExc_TypeError, "%zd arguments needed", sizeof...(A));
+  Arguments from{args};
+  Call<A...> ready(from);
+  if (PyErr_Occurred()) return nullptr;
+  ready.run(kernel);
+  Py_RETURN_NONE;
+}
+
+template <class T>
+void paged_attention(const T* q, const T* keys, const T* values, const int64_t* pages, const Span* spans, T* out,
+                     long segments, long heads, long kv_heads, long head_dim, long page_size, int threads) {
+  attention(q, Pages<T>{keys, values, pages, page_size, kv_heads, head_dim}, spans, segments, out, heads, threads);
+}
+
+#if TINYLOOP_LINEAR
+void few_rows(const bf16* x, const bf16* packed, const bf16* added, bf16* y, long rows, long out, long in,
+              int threads) {
+  linear(Product{x, packed, added, y, rows, out, in}, threads);
+}
+#endif
+
+#define KERNEL(name, function)                                                      \
+  PyObject* name(PyObject*, PyObject* const* args, Py_ssize_t count) { return call(function, args, count); }
+#define METHOD(name) {#name, (PyCFunction)(void (*)())name, METH_FASTCALL, nullptr}
+
+KERNEL(rms_norm_float32, tinyloop::rms_norm<float>)
+KERNEL(rms_norm_bfloat16, tinyloop::rms_norm<bf16>)
+KERNEL(silu_mul_float32, tinyloop::silu_mul<float>)
+KERNEL(silu_mul_bfloat16, tinyloop::silu_mul<bf16>)
+KERNEL(rope_write_float32, tinyloop::rope_write<float>)
+KERNEL(rope_write_bfloat16, tinyloop::rope_write<bf16>)
+KERNEL(attention_float32, paged_attention<float>)
+KERNEL(attention_bfloat16, paged_attention<bf16>)
+#if TINYLOOP_LINEAR
+KERNEL(pack, tinyloop::pack)
+KERNEL(linear, few_rows)
+#endif
+
+PyObject* best_level(PyObject*, PyObject*) { return PyUnicode_FromString(tinyloop::best_level()); }
+
+PyMethodDef methods[] = {
+    METHOD(rms_norm_float32),
+    METHOD(rms_norm_bfloat16),
+    METHOD(silu_mul_float32),
+    METHOD(silu_mul_bfloat16),
+    METHOD(rope_write_float32),
+    METHOD(rope_write_bfloat16),
+    METHOD(attention_float32),
+    METHOD(attention_bfloat16),
+#if TINYLOOP_LINEAR
+    METHOD(pack),
+    METHOD(linear),
+#endif
+    {"best_level", best_level, METH_NOARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyModuleDef module = {PyModuleDef_HEAD_INIT, NAME(TINYLOOP_MODULE), nullptr, -1, methods, nullptr, nullptr, nullptr,
+                      nullptr};
+
+}  // namespace
+
+PyMODINIT_FUNC INIT(TINYLOOP_MODULE)(void) { return PyModule_Create(&module); }

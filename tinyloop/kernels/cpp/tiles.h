@@ -1,0 +1,118 @@
+// The matrix unit (AMX): its set-up, and what puts keys and values into the order that it multiplies.
+//
+// A tile is 16 rows of 64 bytes. Weights of a product lie in blocks of 32 inputs x 32 outputs, [2][16 pairs of
+// inputs][16 outputs][2], block after block along the inputs.
+#pragma once
+
+#include "common.h"
+
+#if defined(__AMX_BF16__)
+#include <immintrin.h>
+
+namespace tinyloop {
+
+// GCC's tile instructions do not say which memory they read: what was stored must be there before they run.
+inline void settle() { asm volatile("" ::: "memory"); }
+
+// Tiles 0, 1 and 4 have `upper` rows, 2, 3 and 5 `lower` rows, 6 and 7 are full.
+inline void use_tiles(int upper, int lower) {
+  struct alignas(64) {
+    uint8_t palette = 1, start = 0, reserved[14] = {};
+    uint16_t bytes[16] = {};
+    uint8_t rows[16] = {};
+  } shape;
+  lower = std::max(lower, 1);  // of tiles that are not used
+  const int rows[8] = {upper, upper, lower, lower, upper, lower, 16, 16};
+  for (int t = 0; t < 8; t++) {
+    shape.bytes[t] = 64;
+    shape.rows[t] = (uint8_t)rows[t];
+  }
+  asm volatile("" ::"r"(&shape) : "memory");  // all of it is read, see `settle`
+  _tile_loadconfig(&shape);
+}
+
+// 16 * M rows against 32 columns: tiles 0 to 5 are sums, 6 rows of A, 7 a part of B.
+template <int M>
+inline void tile_columns(int depth, const bf16* a, int lda, const bf16* b, float* c, int ldc) {
+  const int next = 16 * ldc;
+  _tile_loadd(0, c, ldc * 4);
+  _tile_loadd(1, c + 16, ldc * 4);
+  if (M > 1) {
+    _tile_loadd(2, c + next, ldc * 4);
+    _tile_loadd(3, c + next + 16, ldc * 4);
+  }
+  if (M > 2) {
+    _tile_loadd(4, c + 2 * next, ldc * 4);
+    _tile_loadd(5, c + 2 * next + 16, ldc * 4);
+  }
+  for (int k = 0; k < depth; k += 32, b += 1024) {
+    _tile_loadd(7, b, 64);
+    _tile_loadd(6, a + k, lda * 2);
+    _tile_dpbf16ps(0, 6, 7);
+    if (M > 1) {
+      _tile_loadd(6, a + 16 * lda + k, lda * 2);
+      _tile_dpbf16ps(2, 6, 7);
+    }
+    if (M > 2) {
+      _tile_loadd(6, a + 32 * lda + k, lda * 2);
+      _tile_dpbf16ps(4, 6, 7);
+    }
+    _tile_loadd(7, b + 512, 64);
+    if (M > 2) {
+      _tile_dpbf16ps(5, 6, 7);
+      _tile_loadd(6, a + 16 * lda + k, lda * 2);
+    }
+    if (M > 1) {
+      _tile_dpbf16ps(3, 6, 7);
+      _tile_loadd(6, a + k, lda * 2);
+    }
+    _tile_dpbf16ps(1, 6, 7);
+  }
+  _tile_stored(0, c, ldc * 4);
+  _tile_stored(1, c + 16, ldc * 4);
+  if (M > 1) {
+    _tile_stored(2, c + next, ldc * 4);
+    _tile_stored(3, c + next + 16, ldc * 4);
+  }
+  if (M > 2) {
+    _tile_stored(4, c + 2 * next, ldc * 4);
+    _tile_stored(5, c + 2 * next + 16, ldc * 4);
+  }
+}
+
+// C[M x N] += A[M x K] B[K x N]: M a multiple of 16, K and N of 32. Tiles must be full.
+inline void tile_product(int rows, int columns, int depth, const bf16* a, int lda, const bf16* b, float* c, int ldc) {
+  settle();
+  for (int n = 0; n < columns; n += 32, b += 32 * depth) {
+    int m = 0;
+    for (; m + 48 <= rows; m += 48) tile_columns<3>(depth, a + m * lda, lda, b, c + m * ldc + n, ldc);
+    if (m + 32 <= rows) tile_columns<2>(depth, a + m * lda, lda, b, c + m * ldc + n, ldc), m += 32;
+    if (m < rows) tile_columns<1>(depth, a + m * lda, lda, b, c + m * ldc + n, ldc);
+  }
+}
+
+// 64 keys of `depth` elements as the right side of queries x keys: pairs of elements go down, keys go across.
+inline void pack_keys(const bf16* const* keys, int depth, bf16* packed) {
+  for (int n = 0; n < 64; n += 16)
+    for (int k = 0; k < depth; k += 32) {
+      vec lines[16];
+      for (int i = 0; i < 16; i++) std::memcpy(&lines[i], keys[n + i] + k, sizeof(vec));
+      transpose(lines);
+      std::memcpy(packed + n / 32 * 32 * depth + k * 32 + n % 32 * 32, lines, sizeof lines);
+    }
+}
+
+// 64 values of `size` elements as the right side of weights x values: pairs of tokens go down, elements go across.
+inline void pack_values(const bf16* const* values, int size, bf16* packed) {
+  for (int n = 0; n < size; n += 16)
+    for (int k = 0; k < 64; k += 2) {
+      hvec first, second;
+      std::memcpy(&first, values[k] + n, sizeof first);
+      std::memcpy(&second, values[k + 1] + n, sizeof second);
+      uvec both = __builtin_convertvector(first, uvec) | (__builtin_convertvector(second, uvec) << 16);
+      std::memcpy(packed + n / 32 * 32 * 64 + k / 32 * 1024 + n % 32 * 32 + k % 32 * 16, &both, sizeof both);
+    }
+}
+
+}  // namespace tinyloop
+#endif
