@@ -1,4 +1,4 @@
-"""The `tinyloop` command: serve, generate, version. Loads torch, uvicorn and the scheduler only when they are needed.
+"""The `tinyloop` command: serve, generate, calibrate, simulate, version. Loads torch, uvicorn and the scheduler only when they are needed.
 
 tinyloop serve smollm2 --port 8000
 tinyloop generate "The capital of France is" --loops 2
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from server.cli_capacity import add_commands
 from tinyloop import __version__
 from tinyloop.errors import NeverFits, TinyLoopError
 
@@ -103,6 +104,7 @@ def serve(
     policy = Policy(_mode(dispatch), row_budget=row_budget, max_running=max_running)
     engine = Engine.load(model, dtype=dtype, kv_memory=memory, default_loops=loops)
     _check_memory(engine)
+    engine.commit_memory()
     if min_loops is not None and min_loops > engine.default_loops:
         raise typer.BadParameter(f"--min-loops must be at most {engine.default_loops}, the default loops")
     scheduler = Scheduler(
@@ -210,6 +212,14 @@ def version() -> None:
     """Print the version."""
     print(__version__)
 
+
+def _load_engine(name: str, **options: Any) -> "Engine":
+    from server.scheduler import Engine
+
+    return Engine.load(name, **options)
+
+
+add_commands(cli, _load_engine)
 
 if __name__ == "__main__":
     main()

@@ -94,6 +94,10 @@ class Engine:
 
         return cls(Model.load(path_or_name, dtype=dtype, kv_memory=kv_memory), default_loops=default_loops)
 
+    def commit_memory(self) -> None:
+        """Take the whole KV budget from the system, before there is anything in it."""
+        self.runner.kv.commit()
+
     @property
     def info(self) -> ModelInfo:
         config = self.model.config

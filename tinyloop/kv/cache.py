@@ -22,7 +22,7 @@ class PagedKV:
     `layer` counts the layers inside a page. `states` [num_pages, page_size, hidden_size] lies beside the first page of
     each core plane: what the tokens' states were after that loop, from where a prefix can be deepened. Memory is
     zeroed: a masked key weighs nothing only if it is a number. The system hands zeros out lazily, so a large budget
-    costs nothing until it is used.
+    costs nothing until it is used, or until `commit`.
     """
 
     def __init__(self, config: ModelConfig, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device):
@@ -32,6 +32,11 @@ class PagedKV:
         self.k = torch.zeros(shape, dtype=dtype, device=device)
         self.v = torch.zeros(shape, dtype=dtype, device=device)
         self.states = torch.zeros((num_pages, page_size, config.hidden_size), dtype=dtype, device=device)
+
+    def commit(self) -> None:
+        """Take all of the memory now: what is used then no longer grows with what is served."""
+        for tensor in (self.k, self.v, self.states):
+            tensor.zero_()
 
     @staticmethod
     def page_bytes(config: ModelConfig, page_size: int, dtype: torch.dtype) -> int:
