@@ -1,4 +1,5 @@
-"""The `tinyloop` command: serve, generate, calibrate, simulate, version. Loads torch, uvicorn and the scheduler only when they are needed.
+"""The `tinyloop` command: serve, generate, calibrate, simulate, version. Loads torch, uvicorn and the scheduler only
+when they are needed.
 
 tinyloop serve smollm2 --port 8000
 tinyloop generate "The capital of France is" --loops 2

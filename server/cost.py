@@ -83,7 +83,7 @@ class StepCost:
         self.core.fade(keep)
         self.boundary.fade(keep)
         self.core.add(report.rows, max(seconds - report.boundary_seconds, 0.0))
-        if report.boundary_rows:
+        if report.leaving:  # prompts that only enter pay for the prelude alone, and say nothing of coda and head
             self.boundary.add(report.boundary_rows, report.boundary_seconds)
         self._rows = self._rows * keep + report.rows
         self._seconds = self._seconds * keep + seconds
@@ -93,7 +93,8 @@ class StepCost:
         """Row-loops per second over recent steps, everything included; None before the first."""
         return self._rows / self._seconds if self._rows > 0 and self._seconds > 0 else None
 
-    def boundary_in_steps(self, rows: int) -> float:
-        """How many core steps of so many rows a boundary costs before its own first row; 0 while unknown."""
-        step = self.core.seconds(rows)
+    @property
+    def boundary_in_steps(self) -> float:
+        """What a boundary costs before its own first row, in what a core step costs before its own; 0 while unknown."""
+        step = self.core.fixed
         return self.boundary.fixed / step if step > 0 else 0.0

@@ -141,7 +141,7 @@ class Dispatcher:
         self.failures = 0
         self.policy.stepped(segments)
         self.admission.work.cost.add(report, seconds)
-        self.policy.boundary_in_steps = self.admission.work.cost.boundary_in_steps(report.rows)
+        self.policy.boundary_in_steps = self.admission.work.cost.boundary_in_steps
         self.metrics.on_step(report.rows, report.seconds)
         for request, rows, is_prompt in self._work:
             self._progress(request, rows, prompt=is_prompt)

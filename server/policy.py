@@ -48,9 +48,9 @@ class Policy:
     """The rules of one server.
 
     `row_budget` bounds the rows of a step at which prompt chunks may still enter; what has started always goes on, so
-    running streams keep their cadence. `min_boundary_rows`: an answer token that has finished its loops waits for so
-    many rows to share the coda and head with, as long as more are on their way; None: as long as the waiting costs less
-    than the weights that are read once instead of twice. `max_running` None: as many as the engine has room for.
+    running streams keep their cadence. `min_boundary_rows`: what has finished its loops waits for so many rows to
+    share the coda and head with, as long as more are on their way; None: as long as the waiting costs less than the
+    weights that are read once instead of twice. `max_running` None: as many as the engine has room for.
 
     `aging`: a waiter is promoted when its response ratio, (waited + service) / service, reaches this, and at most every
     `promotion_every`th admission. A waiter of a higher priority than somebody who runs gets that one's place after
@@ -146,19 +146,19 @@ class Policy:
                 self._turns[segment.lease] = next(self._ticks)
 
     def _held_at_boundary(self, ready: Sequence[Segment]) -> set[Segment]:
-        """Answer tokens that wait for company. Only what is already in the core counts as on its way, and all of that
-        arrives within one token's loops: no stream waits for a prompt that has not begun."""
+        """Those that have finished their loops and wait for company. Only what is already in the core counts as on its
+        way, and all of that arrives within one token's loops: nobody waits for a prompt that has not begun."""
         finished = [s for s in ready if _finished(s)]
-        if not finished or any(s.is_prompt for s in finished) or not any(map(_makes_token, ready)):
+        if not finished or not any(map(_makes_token, ready)):
             return set()
-        return set() if self._enough(finished, sum(1 for s in ready if not s.is_prompt)) else set(finished)
+        return set() if self._enough(finished, len({s.lease for s in ready if not s.fresh})) else set(finished)
 
     def _enough(self, finished: Sequence[Segment], streams: int) -> bool:
-        """Whether those who wait should go. A token that waits wastes its share of a step; a boundary costs what was
-        measured; to go once the first adds up to the second is never more than twice as bad as knowing the future
+        """Whether those who wait should go. Whoever waits wastes a share of each step's fixed cost; a boundary has its
+        own fixed cost. To go once the first adds up to the second is never more than twice as bad as knowing the future
         (the ski rental rule: Karlin et al. 1988)."""
         if self.min_boundary_rows is not None:
-            return len(finished) >= self.min_boundary_rows
+            return sum(s.rows for s in finished) >= self.min_boundary_rows
         return sum(self._held.get(s, 0) + 1 for s in finished) >= self.boundary_in_steps * streams
 
 

@@ -113,8 +113,8 @@ async def test_the_queue_is_not_part_of_the_dispatch_latency():
 # What steps cost
 
 
-def step(rows, boundary_rows=0.0, boundary_seconds=0.0):
-    return StepReport(rows=rows, boundary_rows=boundary_rows, boundary_seconds=boundary_seconds)
+def step(rows, boundary_rows=0.0, boundary_seconds=0.0, leaving=1):
+    return StepReport(rows=rows, boundary_rows=boundary_rows, boundary_seconds=boundary_seconds, leaving=leaving)
 
 
 def test_the_fixed_part_and_the_part_per_row_are_told_apart():
@@ -160,7 +160,9 @@ def test_the_boundary_is_measured_apart_from_the_core():
         cost.add(step(rows, boundary_rows=rows, boundary_seconds=0.4 + 0.1 * rows), 0.5 + 0.3 * rows)
     assert cost.boundary.fixed == pytest.approx(0.4)
     assert cost.core.seconds(10) == pytest.approx(0.1 + 0.2 * 10)
-    assert cost.boundary_in_steps(2) == pytest.approx(0.4 / 0.5)
+    assert cost.boundary_in_steps == pytest.approx(0.4 / 0.1)
+    cost.add(step(2, boundary_rows=50, boundary_seconds=0.01, leaving=0), 0.51)
+    assert cost.boundary_in_steps == pytest.approx(0.4 / 0.1, rel=1e-3), "who only enters does not count"
 
 
 # The work predictor

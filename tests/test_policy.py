@@ -196,9 +196,9 @@ def test_a_choice_that_is_made_again_is_no_wait():
     assert all(len(policy.choose_segments(ready)) == 2 for _ in range(9))
 
 
-def test_nobody_waits_when_a_prompt_opens_the_boundary_anyway():
-    ready = [decode(loop=4), prompt(4, loop=4), decode()]
-    assert set(measured(99.0).choose_segments(ready)) == set(ready)
+def test_the_end_of_a_prompt_waits_for_company_too():
+    first, done, running = prompt(4, loop=4), decode(loop=4), decode()
+    assert measured(99.0).choose_segments([first, done, running]) == [running]
 
 
 def test_it_does_not_wait_when_nothing_is_on_its_way():

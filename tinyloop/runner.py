@@ -84,6 +84,7 @@ class Runner(Leases):
             seconds=time.perf_counter() - began,
             boundary_rows=self._boundary_rows(leaving, entering, heads),
             boundary_seconds=boundary_s,
+            leaving=sum(s.rows for s in leaving),
         )
 
     def _boundary_rows(self, leaving: Sequence[Segment], entering: Sequence[Segment], heads: int) -> float:

@@ -129,3 +129,4 @@ class StepReport:
     seconds: float = 0.0
     boundary_rows: float = 0.0  # rows outside of the core, each as the part of a core loop that its layers are
     boundary_seconds: float = 0.0  # of `seconds`
+    leaving: int = 0  # rows that left the core; 0 if the boundary was only entered

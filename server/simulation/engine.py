@@ -255,7 +255,8 @@ class SimEngine:
         step_s = costs.core.seconds(shape.core) + boundary_s
         outside = shape.coda.rows * layout.coda + shape.prelude.rows * layout.prelude
         boundary_rows = outside / layout.core + shape.heads * self.model.head_loops
-        report = StepReport(events, finished, shape.core.rows, step_s, boundary_rows, boundary_s)
+        leaving = shape.coda.rows or shape.heads
+        report = StepReport(events, finished, shape.core.rows, step_s, boundary_rows, boundary_s, leaving)
         return report, step_s + costs.turn.seconds(shape)
 
     def _enter(self, segment: Segment) -> None:

@@ -282,7 +282,7 @@ class Replica:
                 self._advance(lease, times * tokens, seconds)
         self._record(seconds, before)
         self.recorder.on_steps(times * len(period))
-        self.policy.boundary_in_steps = self.admission.work.cost.boundary_in_steps(period[-1].report.rows)
+        self.policy.boundary_in_steps = self.admission.work.cost.boundary_in_steps
 
     def _learn(self, period: list[Step], times: int, seconds: float) -> None:
         """The cost model of the admission sees every step, at its time."""
