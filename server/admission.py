@@ -201,7 +201,7 @@ class Admission:
 
     def meets(self, slo_ms: float | None, queue_depth: int, in_flight: int, ask: Ask) -> bool:
         """Whether the second gate would let this through. Exports nothing."""
-        predicted, limit = self.predictor.predict_ms(queue_depth, in_flight, ask), self._limit_ms(slo_ms)
+        predicted, limit = self.predictor.predict_ms(queue_depth, in_flight, ask), self.limit_ms(slo_ms)
         return predicted is None or limit is None or predicted <= limit
 
     def check_wait(self, slo_ms: float | None, queue_depth: int, in_flight: int, ask: Ask) -> float | None:
@@ -210,12 +210,13 @@ class Admission:
         if predicted is None:
             return None
         self._on_prediction(predicted)
-        limit = self._limit_ms(slo_ms)
+        limit = self.limit_ms(slo_ms)
         if limit is not None and predicted > limit:
             raise AdmissionRejected(f"predicted wait of {predicted:.0f} ms exceeds the SLO of {limit:g} ms", predicted)
         return predicted
 
-    def _limit_ms(self, slo_ms: float | None) -> float | None:
+    def limit_ms(self, slo_ms: float | None) -> float | None:
+        """The longest wait that a request accepts, None for any."""
         return self.default_slo_ms if slo_ms is None else slo_ms
 
     # Accounts

@@ -88,7 +88,7 @@ class Door:
             return asked, ""
         fitting, least = asked.plan.loops, req.min_loops
         wait_ms = self.admission.predictor.predict_ms(*self._load, Ask(0, 0, level=priority))
-        most = self.ceilings.allowed(priority, wait_ms, fitting, least)
+        most = self.ceilings.allowed(priority, wait_ms, self.admission.limit_ms(slo_ms), fitting, least)
         granted = asked
         for loops in range(most, least - 1, -1):
             granted = asked if loops == fitting else self.engine.at_depth(asked, loops)

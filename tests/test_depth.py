@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.depth import HOLD_S, RELIEVED, SHARES, DepthCeilings
+from server.depth import HOLD_S, RELIEVED, DepthCeilings
 from server.policy import Policy
 from server.scheduler import AdmissionRejected
 from tests.fakes import Clock, SteppingEngine
@@ -23,6 +23,11 @@ def busy(**more):
     return Running(SteppingEngine(num_pages=10_000, chunk=64), policy=Policy(row_budget=64), **more)
 
 
+def judged_alone(**more):
+    """The same, without ceilings: only a request's own SLO counts."""
+    return busy(saturation_ms=None, **more)
+
+
 async def loaded(scheduler):
     await scheduler.submit(request(*range(100), new=9, loops=8))
     return scheduler.submit_stream(request(*PROMPT, new=500, loops=1))
@@ -36,7 +41,7 @@ async def first_token_ms(scheduler, loops):
 
 
 async def test_the_deepest_that_meets_the_slo_is_granted():
-    async with busy() as (_, scheduler):
+    async with judged_alone() as (_, scheduler):
         other = await loaded(scheduler)
         waits = {loops: await first_token_ms(scheduler, loops) for loops in range(1, 9)}
         assert list(waits.values()) == sorted(waits.values())
@@ -80,7 +85,7 @@ async def test_the_servers_least_holds_for_requests_that_name_no_depth():
 
 
 async def test_what_was_granted_is_said_in_the_result_and_counted():
-    async with busy() as (_, scheduler):
+    async with judged_alone() as (_, scheduler):
         other = await loaded(scheduler)
         wait = await first_token_ms(scheduler, 2) * 1.001
         stream = scheduler.submit_stream(request(*PROMPT, new=2, loops=8, min_loops=1), slo_ms=wait)
@@ -122,51 +127,70 @@ async def test_a_least_beyond_the_default_is_refused():
 # The ceilings
 
 
-def ceilings(saturation_ms=1000.0):
+def ceilings(saturation_ms=5000):
     clock = Clock()
     return DepthCeilings(saturation_ms, clock), clock
 
 
-def test_under_saturation_a_ceiling_falls_step_by_step_down_to_the_least():
+def test_the_ceiling_falls_at_once_as_the_wait_nears_the_limit():
+    for wait, most in [(0, 9), (100, 9), (101, 7), (201, 5), (301, 3), (451, 1), (5000, 1)]:
+        ceiling, _ = ceilings()
+        assert ceiling.allowed(0, wait, 1000, 9, 1) == most
+
+
+def test_it_rises_one_share_at_a_time_and_only_well_below_the_mark():
     ceiling, clock = ceilings()
-    seen = []
-    for _ in range(6):
-        seen.append(ceiling.allowed(0, 2000.0, 9, 1))
-        clock.advance(HOLD_S)
-    assert seen == [7, 5, 3, 1, 1, 1]
-
-
-def test_a_ceiling_moves_at_most_once_a_hold():
-    ceiling, _ = ceilings()
-    assert [ceiling.allowed(0, 2000.0, 9, 1) for _ in range(5)] == [7] * 5
-
-
-def test_between_the_two_marks_a_ceiling_stays():
-    ceiling, clock = ceilings()
-    ceiling.allowed(0, 2000.0, 9, 1)
-    for wait in (999.0, RELIEVED * 1000 + 1) * 3:
-        clock.advance(HOLD_S)
-        assert ceiling.allowed(0, wait, 9, 1) == 7
+    assert ceiling.allowed(0, 350, 1000, 9, 1) == 3
     clock.advance(HOLD_S)
-    assert ceiling.allowed(0, RELIEVED * 1000 - 1, 9, 1) == 9
+    assert ceiling.allowed(0, RELIEVED * 300 + 1, 1000, 9, 1) == 3, "between the two marks it stays"
+    clock.advance(HOLD_S)
+    seen = []
+    for _ in range(4):
+        seen.append(ceiling.allowed(0, 0, 1000, 9, 1))
+        seen.append(ceiling.allowed(0, 0, 1000, 9, 1))
+        clock.advance(HOLD_S)
+    assert seen == [5, 5, 7, 7, 9, 9, 9, 9]
     assert not ceiling._ceilings, "nothing is kept of a ceiling that is up again"
+
+
+def test_a_short_relief_does_not_raise_it():
+    ceiling, clock = ceilings()
+    ceiling.allowed(0, 350, 1000, 9, 1)
+    for _ in range(5):
+        clock.advance(HOLD_S * 0.9)
+        assert ceiling.allowed(0, 0, 1000, 9, 1) == 3
+        assert ceiling.allowed(0, 350, 1000, 9, 1) == 3
 
 
 def test_each_priority_has_a_ceiling_of_its_own():
     ceiling, _ = ceilings()
-    assert ceiling.allowed(0, 2000.0, 9, 1) == 7
-    assert ceiling.allowed(5, 100.0, 9, 1) == 9
+    assert ceiling.allowed(0, 150, 1000, 9, 1) == 7
+    assert ceiling.allowed(5, 50, 1000, 9, 1) == 9
 
 
-def test_without_saturation_nothing_is_lowered():
-    ceiling, _ = ceilings(None)
-    assert ceiling.allowed(0, 1e9, 8, 1) == 8
+def test_without_a_deadline_the_servers_saturation_counts():
+    ceiling, _ = ceilings(1000)
+    assert ceiling.allowed(0, 450, None, 9, 1) == 3
+    never, _ = ceilings(None)
+    assert never.allowed(0, 1e9, None, 8, 1) == 8
 
 
 @given(st.lists(st.tuples(st.floats(0, 5000), st.floats(0, 3)), max_size=30), st.integers(1, 8), st.integers(0, 8))
 def test_a_ceiling_is_always_between_the_least_and_what_was_asked(waits, least, more):
-    ceiling, clock = ceilings()
+    ceiling, clock = ceilings(1000)
     for wait, seconds in waits:
         clock.advance(seconds)
-        assert least <= ceiling.allowed(0, wait, least + more, least) <= least + more
-    assert len(SHARES) >= 2
+        assert least <= ceiling.allowed(0, wait, None, least + more, least) <= least + more
+
+
+async def test_a_growing_wait_lowers_newcomers_step_by_step():
+    async with busy() as (_, scheduler):
+        other, granted, streams = await loaded(scheduler), [], []
+        for _ in range(12):
+            streams.append(scheduler.submit_stream(request(*PROMPT, new=1, loops=8, min_loops=1), slo_ms=8000))
+            granted.append(streams[-1].request.prepared.plan.loops)
+        assert granted == sorted(granted, reverse=True)
+        assert granted[0] > 4 > granted[-1]
+        assert {s.request.downgraded_by for s in streams} <= {"", "pressure", "slo"}
+        for stream in (other, *streams):
+            await stream.aclose()
