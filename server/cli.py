@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 cli = typer.Typer(name="tinyloop", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 _MOST_BYTES = 1 << 62  # more than any machine has, and still a number that can be compared with what it has
+SWITCH_S = 0.0005  # that the event loop waits for the interpreter while the engine has it; a tenth of what Python does
 CLOSE_S = 5  # how long a client may take to read its last bytes before its connection is cut
 
 
@@ -153,6 +154,7 @@ def run_server(scheduler: "Scheduler", settings: "Settings", address: socket.soc
 
     from server.app import DrainingServer, create_app
 
+    sys.setswitchinterval(SWITCH_S)
     app = create_app(scheduler, settings)
     config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=CLOSE_S)
     server = DrainingServer(config, scheduler, settings.drain_timeout_s, on_start=partial(_greet, scheduler))

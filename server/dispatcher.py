@@ -9,7 +9,7 @@ Knows requests, leases and the engine's verbs; no HTTP, no event loop, no torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from tinyloop.tokenizer import Tokenizer
 
 MOST_LOOKED_AT = 32  # waiters that cannot enter just now and that others may enter behind, in one turn
+MOST_AT_ONCE = 24  # tokens that are handed over before others on the event loop get a turn
 AGING_EVERY_S = 0.02  # between two looks at who has waited too long
 
 
@@ -138,6 +139,11 @@ class Dispatcher:
 
     def complete(self, segments: Sequence[Segment], report: StepReport, seconds: float) -> None:
         """Account for a step that took `seconds`, everything included, and deliver what it made."""
+        self.account(segments, report, seconds)
+        for _ in self.deliver(report):
+            pass
+
+    def account(self, segments: Sequence[Segment], report: StepReport, seconds: float) -> None:
         self.failures = 0
         self.policy.stepped(segments)
         self.admission.work.cost.add(report, seconds)
@@ -145,7 +151,6 @@ class Dispatcher:
         self.metrics.on_step(report.rows, report.seconds)
         for request, rows, is_prompt in self._work:
             self._progress(request, rows, prompt=is_prompt)
-        self._deliver(report)
 
     def _progress(self, request: ScheduledRequest, rows: int, *, prompt: bool) -> None:
         self.admission.progress(request, rows, prompt=prompt)
@@ -156,15 +161,20 @@ class Dispatcher:
         """To a tenant's share of the work: so many token loops, and what goes with them outside of the core."""
         self.waiting.serve(request, loops * (1 + request.boundary_per_loop))
 
-    def _deliver(self, report: StepReport) -> None:
-        """What belongs to a caller who has gone meanwhile is dropped here or at the end of its request."""
-        for event in report.tokens:
+    def deliver(self, report: StepReport) -> Iterator[None]:
+        """Tokens to their callers, then ends, with a pause after every few. What belongs to a caller who has gone
+        meanwhile is dropped here or at the end of its request."""
+        for number, event in enumerate(report.tokens, 1):
             request = self.running[event.lease]
             if not request.abandoned:
                 request.stop_reason = event.stop_reason
                 self.emit(request, _chunk(event))
-        for lease in report.finished:
+            if number % MOST_AT_ONCE == 0:
+                yield
+        for number, lease in enumerate(report.finished, 1):
             self.finish(lease, self.running[lease].result_from(lease))
+            if number % MOST_AT_ONCE == 0:
+                yield
 
     # Admission
 

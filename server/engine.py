@@ -7,6 +7,9 @@ is integer work, done between steps by whoever drives the engine. Knows no prior
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -22,6 +25,9 @@ if TYPE_CHECKING:
     from tinyloop.kv.prefix import PrefixPool
     from tinyloop.model import Model
     from tinyloop.tokenizer import Tokenizer
+
+
+NICE = 5  # of the engine thread
 
 
 @dataclass(frozen=True)
@@ -83,7 +89,7 @@ class Engine:
         self.model = model
         self.runner = model.runner
         self.default_loops = make_plan(model.config, loops=default_loops).loops
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine", initializer=_step_aside)
 
     @classmethod
     def load(
@@ -226,6 +232,13 @@ class Engine:
     async def close(self) -> None:
         """Wait for the step under way and end the thread."""
         await asyncio.to_thread(self._thread.shutdown, wait=True)
+
+
+def _step_aside() -> None:
+    """Let the event loop have a processor when it wants one: what it does is short, and somebody waits for it. The
+    threads that help with a kernel inherit this. Only Linux has it by thread."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
 
 
 def _check_mode(req: GenerationRequest) -> None:

@@ -73,11 +73,14 @@ class Arrival:
         self._scheduler = scheduler
         self._held = False
 
-    def take(self) -> None:
-        """Once its bytes are here: whoever sends slowly holds no place. Raises like `submit`."""
+    async def take(self) -> None:
+        """Once its bytes are here: whoever sends slowly holds no place. Raises like `submit`, and else returns when it
+        is this one's turn to be prepared. Many that come at once take turns with everything else on the event loop."""
         self._scheduler.check_open()
         self._scheduler.door.arriving += 1
         self._held = True
+        async with self._scheduler.turnstile:
+            await asyncio.sleep(0)
 
     def release(self) -> None:
         """Just before the submission, or when there will be none. Again is harmless."""
@@ -143,6 +146,7 @@ class Scheduler:
         self._clock = clock
         self._beat = clock()  # when the last step ended, or work came to an idle engine
         self._bell = asyncio.Event()  # rung for new work and for the stop alike: nothing has to be raced
+        self.turnstile = asyncio.Lock()
         self._turn_lock = asyncio.Lock()  # held for a turn, and by what must not happen during one
         self._task: asyncio.Task[None] | None = None
         self._call_task: asyncio.Future[Any] | None = None
@@ -295,7 +299,9 @@ class Scheduler:
         except Exception as error:
             self.dispatcher.fail(list(dict.fromkeys(s.lease for s in segments)) or list(running), error)
         else:
-            self.dispatcher.complete(segments, report, self._clock() - began)
+            self.dispatcher.account(segments, report, self._clock() - began)
+            for _ in self.dispatcher.deliver(report):
+                await asyncio.sleep(0)  # who reads these tokens, and probes
         self._beat = self._clock()
 
     async def _call(self, call: Awaitable[T]) -> T:

@@ -90,7 +90,7 @@ async def read_chat(request: Request, arrival: "Arrival") -> tuple[View, Job, bo
     scheduler = scheduler_of(request)
     scheduler.check_open()
     raw = await read_json(request)
-    arrival.take()
+    await arrival.take()
     body = shapes.parse(shapes.ChatRequest, raw)
     alias = alias_loops(body.model, scheduler.info)
     messages = [message.plain() for message in body.messages]
@@ -113,7 +113,7 @@ async def read_completion(request: Request, arrival: "Arrival") -> tuple[View, J
     scheduler, most = scheduler_of(request), settings_of(request).max_choices
     scheduler.check_open()
     raw = await read_json(request)
-    arrival.take()
+    await arrival.take()
     body = shapes.parse(shapes.CompletionRequest, raw)
     alias = alias_loops(body.model, scheduler.info)
     given = body.prompts
