@@ -79,6 +79,7 @@ class Dispatcher:
         self.yielded: dict[ScheduledRequest, Lease] = {}
         self.failures = 0  # engine calls in a row
         self._work: list[tuple[ScheduledRequest, int, bool]] = []  # of the step that was planned
+        self._without_room: set[ScheduledRequest] = set()  # found no room since pages last came back
         self._turns = count(1)
         self._aged_at = clock()
 
@@ -246,17 +247,20 @@ class Dispatcher:
         return first if first not in passed else next((one for one in self.waiting if one not in passed), None)
 
     def _waits_for_prefix(self, request: ScheduledRequest) -> bool:
-        waits = self.running and request not in self.yielded
+        waits = self.running and request not in self.yielded and request not in self._without_room
         return bool(waits and self.engine.must_wait(request.prepared, self.pool))
 
     def _start(self, request: ScheduledRequest) -> Lease | None:
         """Put a request into the engine. None if there is no room, or if that ended it: an answer was given."""
+        if request in self._without_room:
+            return None  # running requests only grow: to try again before one of them ends would be in vain
         try:
             lease = self._resume(request) if request in self.yielded else self._lease(request)
         except Exception as error:
             self._refuse(request, error)
             return None
         if lease is None:
+            self._without_room.add(request)
             self.admission.work.limit = min(self.admission.work.limit, max(len(self.running), 1))
         return lease
 
@@ -335,6 +339,7 @@ class Dispatcher:
     def _suspend(self, lease: Lease) -> None:
         request = self.running.pop(lease)
         self.engine.suspend(lease)
+        self._without_room.clear()
         self.yielded[request] = lease
         request.waiting_since = self._clock()
         self.metrics.on_preemption()
@@ -362,6 +367,7 @@ class Dispatcher:
         try:
             if isinstance(key, Lease):
                 self.engine.release(key)
+                self._without_room.clear()
                 self.admission.work.limit = self.policy.limit
         finally:
             request.move(state, **outcome)

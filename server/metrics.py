@@ -8,6 +8,7 @@ import math
 import platform
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -213,6 +214,7 @@ def _info(name: str, text: str, labels: dict[str, str]) -> Metric:
     return InfoMetricFamily(f"tinyloop_{name}", text, value=labels)
 
 
+@cache
 def _version() -> str:
     try:
         return version("tinyloop")
