@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import dataclass
+from functools import cached_property
 from math import gcd
 from typing import Literal
 
@@ -55,7 +56,7 @@ class Layout:
     def layers(self) -> int:
         return self.prelude + self.core + self.coda
 
-    @property
+    @cached_property
     def layers_per_page(self) -> int:
         return gcd(self.prelude, self.core, self.coda)
 
@@ -66,7 +67,8 @@ class Layout:
 
     def pages(self, section: Section) -> int:
         """Pages that `page_size` tokens of one plane of this section take."""
-        return len(self.span(section)) // self.layers_per_page
+        layers: int = getattr(self, section)
+        return layers // self.layers_per_page
 
     def rows(self, loops: int) -> int:
         """Pages that `page_size` tokens take in all planes at `loops`: the rows of a page table."""

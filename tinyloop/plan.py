@@ -4,6 +4,7 @@ Knows layers, loops and pages as integers. Knows no tensors.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from tinyloop.arguments import number, shown, whole
@@ -41,7 +42,7 @@ class LoopPlan:
         """Core planes the request needs."""
         return max(self.loops, self.prefill_loops)
 
-    @property
+    @cached_property
     def rows(self) -> int:
         """Pages that `page_size` tokens of this request take."""
         return self.layout.rows(self.depth)
