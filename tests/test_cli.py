@@ -89,6 +89,8 @@ def served(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         seen.update(name=name, **options)
         engine: Any = ScriptedEngine()
         engine.prepare = lambda req: None
+        engine.default_loops = 4
+        engine.commit_memory = lambda: seen.update(committed=True)
         return engine
 
     def run_server(scheduler: Scheduler, settings: Any, address: tuple[str, int]) -> None:
@@ -98,6 +100,18 @@ def served(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(server.cli, "bind", lambda host, port: (host, port))
     monkeypatch.setattr(server.cli, "run_server", run_server)
     return seen
+
+
+def test_serve_passes_on_what_holds_under_pressure(served: dict[str, Any]) -> None:
+    options = "--min-loops 2 --saturation-ms 900 --stall-after 7 --http-drain"
+    assert run("serve", *options.split()).exit_code == 0
+    scheduler = served["scheduler"]
+    assert (scheduler.stall_after_s, served["settings"].http_drain) == (7, True)
+    assert scheduler.door.ceilings.saturation_ms == 900
+    assert served["committed"]
+    refused = run("serve", "--min-loops", "5")
+    assert refused.exit_code == 2
+    assert "--min-loops must be at most 4" in " ".join(refused.output.split())
 
 
 def test_serve_listens_on_loopback_and_answers_only_to_its_names(served: dict[str, Any]) -> None:
