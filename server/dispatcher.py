@@ -132,8 +132,9 @@ class Dispatcher:
         """Apply cancellations, admit, and choose what steps next; nothing if nobody runs."""
         for lease in [lease for lease, request in self.running.items() if request.abandoned]:
             self.end(lease, RequestState.CANCELLED, reason=CLIENT)
-        self._promote()
-        self._admit()
+        if self.waiting or self.yielded:
+            self._promote()
+            self._admit()
         segments = self._choose() if self.running else []
         self._work = [(self.running[s.lease], core_rows(s), s.is_prompt) for s in segments]  # a step changes segments
         return segments

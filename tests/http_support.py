@@ -2,8 +2,12 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,6 +22,7 @@ from tests.tiny import CHAT_TEMPLATE, SPECIAL, byte_tokenizer
 from tinyloop.sampling import Logprobs
 from tinyloop.tokenizer import Tokenizer
 
+ROOT = Path(__file__).parent.parent
 INFO = ModelInfo(
     id="tiny/loop",
     family="fake",
@@ -129,6 +134,28 @@ async def listening(
     finally:
         server.should_exit = True
         await task
+
+
+@contextmanager
+def python_process(code: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A process that runs `code` from the checkout, and the last word of its first line: the address of its server."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        first = process.stdout.readline().split()
+        assert first, process.stderr.read()
+        yield process, first[-1]
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def scheduler_of(client: httpx.AsyncClient) -> Any:

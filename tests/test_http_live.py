@@ -1,10 +1,8 @@
 """On a real port: clients that leave, signals, and the published OpenAI client."""
 
 import asyncio
-import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -15,7 +13,7 @@ import openai
 import pytest
 
 from server.settings import Settings
-from tests.http_support import INFO, ScriptedEngine, chat, completion, events, listening, until
+from tests.http_support import INFO, ScriptedEngine, chat, completion, events, listening, python_process, until
 
 CHAT = "/v1/chat/completions"
 ROOT = Path(__file__).parent.parent
@@ -158,23 +156,8 @@ run_server(Scheduler(ScriptedEngine("x" * 60, delay_s=0.02)), Settings(drain_tim
 
 @contextmanager
 def server_process() -> Iterator[tuple[subprocess.Popen[str], str]]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", SERVER],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        first = process.stdout.readline().split()
-        assert first, process.stderr.read()
-        yield process, first[-1]
-    finally:
-        process.kill()
-        process.communicate()
+    with python_process(SERVER) as serving:
+        yield serving
 
 
 @asynccontextmanager

@@ -5,12 +5,10 @@ Every test that uses the stepping engine also checks the accounts at its end: no
 
 import asyncio
 import json
-import os
 import random
 import re
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -26,7 +24,7 @@ from server.engine import Engine, Prepared
 from server.routers import shared
 from server.settings import LOOPBACK, Settings
 from server.types import GenerationRequest
-from tests.http_support import ScriptedEngine, events, listening, until
+from tests.http_support import ScriptedEngine, events, listening, python_process, until
 from tests.tiny_models import tiny_model
 from tinyloop.sequence import Segment, StepReport
 
@@ -476,23 +474,8 @@ run_server(Scheduler(PacedEngine(num_pages=1000), max_running=3), settings, bind
 @contextmanager
 def server_process(drain_s: float = 20.0, *, http_drain: bool = False) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A server as its own process, with three slots and 20 ms per answer token, and its address."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", SERVER.format(drain_s=drain_s, http_drain=http_drain)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        first = process.stdout.readline().split()
-        assert first, process.stderr.read()
-        yield process, first[-1]
-    finally:
-        process.kill()
-        process.communicate()
+    with python_process(SERVER.format(drain_s=drain_s, http_drain=http_drain)) as serving:
+        yield serving
 
 
 async def six(client: httpx.AsyncClient, tokens: int) -> list["asyncio.Task[httpx.Response]"]:
