@@ -10,11 +10,12 @@ from glob import glob
 from setuptools import Extension, setup
 
 AVX512 = ["-mavx2", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"]
+BF16 = [*AVX512, "-mavx512bf16", "-mavx512vnni"]
 LEVELS = {
     "avx2": ["-mavx2", "-mfma"],
     "avx512": AVX512,
-    "bf16": [*AVX512, "-mavx512bf16"],
-    "amx": [*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
+    "bf16": BF16,
+    "amx": [*BF16, "-mamx-tile", "-mamx-bf16", "-mamx-int8"],
 }
 
 

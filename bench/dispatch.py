@@ -56,7 +56,7 @@ def main() -> None:
     medians = asyncio.run(measure(engine, args))
     base = medians["sequential"]
     loops = args.loops or engine.info.default_loops
-    print(f"{engine.info.id} {engine.info.dtype}, {args.requests} requests x {args.tokens} tokens, {loops} loops\n")
+    print(f"{engine.info.id} {engine.info.weights}, {args.requests} requests x {args.tokens} tokens, {loops} loops\n")
     print("| dispatch | tokens/s | against sequential |\n|---|---|---|")
     for mode, rate in medians.items():
         print(f"| {mode} | {rate:.1f} | {rate / base:.2f}x |")

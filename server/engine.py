@@ -44,7 +44,7 @@ class ModelInfo:
     adaptive: bool
     has_chat_template: bool
     vocab_size: int
-    dtype: str
+    weights: str  # what its matrices are kept in
     parameters: int
     kv_memory: int = 0  # bytes
 
@@ -93,12 +93,20 @@ class Engine:
 
     @classmethod
     def load(
-        cls, path_or_name: str, *, dtype: str = "auto", kv_memory: int | None = None, default_loops: int | None = None
+        cls,
+        path_or_name: str,
+        *,
+        dtype: str = "auto",
+        weights: str = "auto",
+        kv_memory: int | None = None,
+        default_loops: int | None = None,
     ) -> Engine:
         """Load a model and put an engine around it. Raises CheckpointError or RequestError."""
         from tinyloop.model import Model  # here, so that importing the scheduler does not import torch
 
-        return cls(Model.load(path_or_name, dtype=dtype, kv_memory=kv_memory), default_loops=default_loops)
+        return cls(
+            Model.load(path_or_name, dtype=dtype, weights=weights, kv_memory=kv_memory), default_loops=default_loops
+        )
 
     def commit_memory(self) -> None:
         """Take the whole KV budget from the system, before there is anything in it."""
@@ -106,7 +114,7 @@ class Engine:
 
     @property
     def info(self) -> ModelInfo:
-        config = self.model.config
+        config, dtype = self.model.config, str(self.model.stack.dtype).removeprefix("torch.")
         return ModelInfo(
             id=self.model.name,
             family=config.family,
@@ -118,7 +126,7 @@ class Engine:
             adaptive=config.adaptive,
             has_chat_template=self.tokenizer.chat_template is not None,
             vocab_size=config.vocab_size,
-            dtype=str(self.model.stack.dtype).removeprefix("torch."),
+            weights="int8" if self.model.stack.int8 else dtype,
             parameters=config.parameters,
             kv_memory=self.model.kv_memory,
         )

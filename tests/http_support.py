@@ -34,7 +34,7 @@ INFO = ModelInfo(
     adaptive=True,
     has_chat_template=True,
     vocab_size=259,
-    dtype="float32",
+    weights="float32",
     parameters=1_000_000,
 )
 

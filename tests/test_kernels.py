@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tinyloop.kernels import native, reference
-from tinyloop.kernels.linear import Linear
+from tinyloop.kernels.linear import Int8Linear, Linear
 from tinyloop.kernels.reads import Reads
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
@@ -152,17 +152,46 @@ def test_products_of_few_rows(level: str, rows: int, sizes: tuple[int, int], add
     torch.manual_seed(seed)
     weight = torch.randn(sizes[0] * 32, sizes[1] * 32).bfloat16()
     linear = Linear(weight)
-    assert linear.native == (level in ("bf16", "amx"))
+    assert linear.native
     x, more = torch.randn(rows, weight.shape[1]).bfloat16(), torch.randn(rows, weight.shape[0]).bfloat16()
     exact = x.float() @ weight.float().T + (more.float() if added else 0)
     got = linear(x, more if added else None)
     bound = 2**-7 * (weight.shape[1] ** 0.5 / 4 + exact.abs())
-    if not linear.native and added:  # torch rounds the product before the sum
-        bound += 2**-8 * (exact - more.float()).abs()
     assert bool(((got.float() - exact).abs() <= bound).all())
-    if linear.native:
-        alone = torch.cat([linear(x[i : i + 1], more[i : i + 1] if added else None) for i in range(rows)])
-        assert torch.equal(got, alone), "a row depends on its neighbours"
+    alone = torch.cat([linear(x[i : i + 1], more[i : i + 1] if added else None) for i in range(rows)])
+    assert torch.equal(got, alone), "a row depends on its neighbours"
+
+
+@many
+@given(
+    dtype=DTYPES, rows=st.integers(1, 40), sizes=st.tuples(st.integers(1, 150), st.integers(1, 300)),
+    added=st.booleans(), biased=st.booleans(), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_products_in_int8(
+    level: str, dtype: torch.dtype, rows: int, sizes: tuple[int, int], added: bool, biased: bool, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    weight, bias = torch.randn(sizes).to(dtype), torch.randn(sizes[0]).to(dtype) if biased else None
+    linear = Int8Linear(weight, bias)
+    assert linear.native
+    x = (torch.randn(rows, sizes[1]) * torch.rand(rows, 1) * 9).to(dtype)
+    x[0] = 0
+    more = torch.randn(rows, sizes[0]).to(dtype) if added else None
+    exact = reference.linear_int8(x.float(), *reference.quantize(weight), None if more is None else more.float())
+    got = linear(x, more)
+    whole = exact if bias is None else exact + bias.float()
+    bound = 1e-5 if dtype == torch.float32 else 2**-7
+    assert bool(((got.float() - whole).abs() <= bound * (1 + exact.abs() + whole.abs())).all())
+    alone = torch.cat([linear(x[i : i + 1], None if more is None else more[i : i + 1]) for i in range(rows)])
+    assert torch.equal(got, alone), "a row depends on its neighbours"
+
+
+def test_int8_is_near_what_it_stands_for(level: str) -> None:
+    torch.manual_seed(3)
+    weight, x = torch.randn(96, 640), torch.randn(20, 640)
+    x[:, 7] *= 100  # one large input costs its own group of 64, not the row
+    exact, got = x @ weight.T, Int8Linear(weight)(x)
+    assert (got - exact).norm() < 0.02 * exact.norm()
 
 
 def test_what_the_native_kernels_do_not_take_goes_to_torch(level: str) -> None:
@@ -178,6 +207,7 @@ def test_a_number_that_is_none_stays_none(level: str) -> None:
     x = torch.full((1, 40), torch.nan).bfloat16()
     assert native.rms_norm(x, x[0], 1e-6).isnan().all()
     assert native.silu_mul(x).isnan().all()
+    assert Int8Linear(torch.randn(32, 40).bfloat16())(x).isnan().all()
 
 
 @pytest.mark.parametrize(("setting", "logged"), [("0", ""), ("missing", "native kernels are not built")])

@@ -72,20 +72,27 @@ class Model:
 
     @classmethod
     def load(
-        cls, path_or_name: str | Path, *, dtype: str = "auto", device: str = "auto", kv_memory: int | None = None
+        cls,
+        path_or_name: str | Path,
+        *,
+        dtype: str = "auto",
+        weights: str = "auto",
+        device: str = "auto",
+        kv_memory: int | None = None,
     ) -> "Model":
         """Load a directory, a GGUF file, a built-in name ("smollm2") or a Hugging Face hub name ("owner/name").
 
-        `dtype`: "float32", "bfloat16", "float16", or "auto" (bfloat16 where the processor has it). `kv_memory` in
-        bytes. Raises CheckpointError naming what is missing, unknown or broken, RequestError for the other arguments.
+        `dtype`: "float32", "bfloat16", "float16", or "auto" (bfloat16 where the processor has it). `weights`: "auto"
+        (as `dtype` says) or "int8", half of bfloat16's bytes at a small loss. `kv_memory` in bytes. Raises
+        CheckpointError naming what is missing, unknown or broken, RequestError for the other arguments.
         """
         check_kv_memory(kv_memory)
         checkpoint = open_checkpoint(path_or_name)
         family = family_of(checkpoint.config)
         config = family.config(checkpoint.config)
         check_vocabulary(checkpoint.tokenizer, config)
-        weights = Weights(checkpoint, pick_dtype(dtype), pick_device(device))
-        stack = LoopedStack(family, config, weights)
+        source = Weights(checkpoint, pick_dtype(dtype), pick_device(device), pick_int8(weights))
+        stack = LoopedStack(family, config, source)
         checkpoint.finish()
         return cls(checkpoint.name, stack, checkpoint.tokenizer, kv_memory=kv_memory)
 
@@ -259,6 +266,13 @@ def pick_dtype(name: str) -> torch.dtype:
     if name not in known:
         raise RequestError("dtype", f"dtype must be auto or one of {', '.join(known)}, got {name!r}")
     return known[name]
+
+
+def pick_int8(weights: str) -> bool:
+    """Whether matrices are kept in 8 bits."""
+    if weights not in ("auto", "int8"):
+        raise RequestError("weights", f"weights must be auto or int8, got {weights!r}")
+    return weights == "int8"
 
 
 def pick_device(name: str) -> torch.device:

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tinyloop.config import ModelConfig, Section
-from tinyloop.kernels import Linear
 from tinyloop.layers import Rope
 
 if TYPE_CHECKING:
+    from tinyloop.kernels import Linear
     from tinyloop.models.family import Family, Weights
 
 
@@ -31,12 +31,13 @@ class LoopedStack:
 
     def __init__(self, family: Family, config: ModelConfig, weights: Weights) -> None:
         self.family, self.config, self.dtype = family, config, weights.dtype
+        self.int8 = weights.int8
         embedding = weights.tensor("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
         self.embedding = embedding
         self.layers = [family.layer(config, weights, f"model.layers.{i}") for i in range(config.layout.layers)]
         self.norm = weights.norm("model.norm", config)
         self.exit_gate = family.exit_gate(config, weights)
-        self._head = Linear(embedding) if config.tie_embeddings else self._own_head(weights)
+        self._head = weights.matrix(embedding) if config.tie_embeddings else self._own_head(weights)
         self._frequencies = config.rope_theta ** -(torch.arange(0, config.head_dim, 2).float() / config.head_dim)
 
     def _own_head(self, weights: Weights) -> Linear:

@@ -3,9 +3,9 @@
 `reference` says in torch what they compute; `native` does it in C++ where that is built and the tensors fit.
 """
 
-from tinyloop.kernels.linear import Linear
+from tinyloop.kernels.linear import Int8Linear, Linear
 from tinyloop.kernels.native import attention, rms_norm, rope_write, silu_mul
 from tinyloop.kernels.reads import Reads
 from tinyloop.kernels.reference import rope
 
-__all__ = ["Linear", "Reads", "attention", "rms_norm", "rope", "rope_write", "silu_mul"]
+__all__ = ["Int8Linear", "Linear", "Reads", "attention", "rms_norm", "rope", "rope_write", "silu_mul"]

@@ -18,7 +18,8 @@ from tinyloop.kernels.reads import Reads
 
 LEVELS = ("plain", "avx2", "avx512", "bf16", "amx")  # of instruction sets: a processor has one and all before it
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-SIDE = 32  # `linear` takes sizes that are multiples of this
+SIDE = 32  # outputs of a block of weights; `linear` takes sizes that are multiples of this
+GROUP = reference.GROUP
 LARGEST_HEAD = 1024
 
 log = logging.getLogger(__name__)
@@ -118,15 +119,11 @@ def attention(q: Tensor, keys: Tensor, values: Tensor, reads: Reads, page_row: i
 
 
 def pack(weight: Tensor) -> Tensor | None:
-    """Weights [out, in] in the order that `linear` reads; None if it cannot serve them."""
-    kernel = getattr(library(), "pack", None)
-    bfloat16 = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
-    if kernel is None or not bfloat16 or any(size % SIDE for size in weight.shape):
+    """Bfloat16 weights [out, in] in the order that `linear` reads; None if it cannot serve them."""
+    serves = _kernel("linear", weight.dtype) if weight.dtype == torch.bfloat16 else None
+    if serves is None or weight.device.type != "cpu" or any(size % SIDE for size in weight.shape):
         return None
-    weight = weight.contiguous()
-    packed = torch.empty_like(weight)
-    kernel(weight.data_ptr(), packed.data_ptr(), *weight.shape)
-    return packed
+    return _blocks(weight, SIDE, 2).view(weight.shape)
 
 
 def linear(x: Tensor, packed: Tensor, added: Tensor | None = None) -> Tensor:
@@ -136,7 +133,38 @@ def linear(x: Tensor, packed: Tensor, added: Tensor | None = None) -> Tensor:
     y = x.new_empty(x.shape[0], out_features)
     assert x.shape[1] == in_features
     assert x.dtype == packed.dtype
-    kernel = getattr(library(), "linear")  # noqa: B009 - typed as Any
+    kernel = _kernel("linear", x.dtype)
+    assert kernel is not None
     kernel(x.data_ptr(), packed.data_ptr(), _address(added), y.data_ptr(), x.shape[0], out_features, in_features,
            torch.get_num_threads())  # fmt: skip
     return y
+
+
+def pack_int8(weight: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """Int8 weights [out, in], plus 128, in the order that `linear_int8` reads; None if it has nothing for `dtype`."""
+    if _kernel("linear_int8", dtype) is None or weight.device.type != "cpu":
+        return None
+    out_features, in_features = weight.shape
+    padded = torch.zeros(-(-out_features // SIDE) * SIDE, -(-in_features // GROUP) * GROUP, dtype=torch.int8)
+    padded[:out_features, :in_features] = weight
+    return _blocks(padded.view(torch.uint8) ^ 128, GROUP, 4)
+
+
+def linear_int8(x: Tensor, packed: Tensor, scales: Tensor, added: Tensor | None = None) -> Tensor:
+    """See `reference.linear_int8`; for weights that `pack_int8` has packed."""
+    kernel = _kernel("linear_int8", x.dtype)
+    assert kernel is not None, x.dtype
+    x = x.contiguous()
+    y = x.new_empty(x.shape[0], scales.shape[0])
+    assert packed.numel() == -(-scales.shape[0] // SIDE) * SIDE * -(-x.shape[1] // GROUP) * GROUP
+    assert added is None or _fits(x, added)
+    kernel(x.data_ptr(), packed.data_ptr(), scales.data_ptr(), _address(added), y.data_ptr(), *y.shape, x.shape[1],
+           torch.get_num_threads())  # fmt: skip
+    return y
+
+
+def _blocks(weight: Tensor, inputs: int, together: int) -> Tensor:
+    """Blocks of 32 outputs and so many inputs, each [2, inputs / together, 16 outputs, together]."""
+    out_features, in_features = weight.shape
+    shape = (out_features // SIDE, 2, SIDE // 2, in_features // inputs, inputs // together, together)
+    return weight.reshape(shape).permute(0, 3, 1, 4, 2, 5).contiguous()

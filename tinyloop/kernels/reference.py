@@ -6,6 +6,9 @@ from torch.nn import functional as F
 
 from tinyloop.kernels.reads import Reads
 
+GROUP = 64  # inputs that share a scale in `linear_int8`
+TINY = 1e-30  # keeps the step of an all-zero group a number
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, added: Tensor | None = None) -> Tensor:
     """Root-mean-square norm over the last dimension (Zhang & Sennrich 2019), plus `added`."""
@@ -26,6 +29,30 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     """`silu(gate) * up` of [rows, 2 * intermediate_size] (Shazeer 2020)."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights [out, in] in int8, and what a step is worth in each output: [out], float32."""
+    scales = weight.float().abs().amax(1).clamp_min(TINY) / 127
+    return (weight.float() / scales[:, None]).round().to(torch.int8), scales
+
+
+def linear_int8(x: Tensor, weight: Tensor, scales: Tensor, added: Tensor | None = None) -> Tensor:
+    """`x @ (weight * scales).T + added` where both sides are whole numbers in int8.
+
+    `x` [rows, in] is brought to int8 by row and group of 64 inputs, so what one input's size costs in precision stays
+    in its group (as in the Q8 blocks of llama.cpp). Sums of a group are exact; groups are added in float32, in order.
+    """
+    pad = -x.shape[1] % GROUP
+    groups = F.pad(x.float(), (0, pad)).view(x.shape[0], -1, GROUP)
+    top = groups.abs().amax(-1, keepdim=True).clamp_min(TINY)
+    whole = (groups * (127 / top)).round()
+    sides = F.pad(weight.float(), (0, pad)).view(weight.shape[0], -1, GROUP)
+    total = x.new_zeros(x.shape[0], weight.shape[0], dtype=torch.float32)
+    for group in range(groups.shape[1]):
+        total += (whole[:, group] @ sides[:, group].T) * (top[:, group] / 127)
+    total *= scales
+    return (total if added is None else total + added).to(x.dtype)
 
 
 def rope_write(

@@ -16,7 +16,7 @@ from torch import Tensor
 from tinyloop.arguments import shown
 from tinyloop.config import ModelConfig
 from tinyloop.errors import CheckpointError
-from tinyloop.kernels import Linear
+from tinyloop.kernels import Int8Linear, Linear
 from tinyloop.layers import Attention, GatedMLP, Layer, RMSNorm
 
 if TYPE_CHECKING:
@@ -135,11 +135,15 @@ class Facts:
 
 @dataclass(frozen=True)
 class Weights:
-    """Named tensors of a checkpoint, checked for shape and brought to one dtype and device."""
+    """Named tensors of a checkpoint, checked for shape and brought to one dtype and device.
+
+    With `int8`, the matrices of layers and head are kept in 8 bits; all else stays in `dtype`.
+    """
 
     source: TensorSource
     dtype: torch.dtype
     device: torch.device
+    int8: bool = False
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         return self.source.take(name, shape).to(device=self.device, dtype=self.dtype)
@@ -147,7 +151,11 @@ class Weights:
     def linear(self, in_features: int, outputs: Mapping[str, int]) -> Linear:
         """Projections of one input as one matrix: names and output sizes, in order."""
         parts = [self.tensor(f"{name}.weight", out, in_features) for name, out in outputs.items()]
-        return Linear(torch.cat(parts) if len(parts) > 1 else parts[0])
+        return self.matrix(torch.cat(parts) if len(parts) > 1 else parts[0])
+
+    def matrix(self, weight: Tensor) -> Linear:
+        """`weight` [out, in] as it will be multiplied with."""
+        return (Int8Linear if self.int8 else Linear)(weight)
 
     def norm(self, name: str, config: ModelConfig) -> RMSNorm:
         return RMSNorm(self.tensor(f"{name}.weight", config.hidden_size), config.norm_eps)

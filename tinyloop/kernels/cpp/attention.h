@@ -31,11 +31,14 @@ struct Pages {
   const int64_t* ids;
   long page_size, kv_heads, head_dim;
 
-  // Elements before the vector of one token and head.
-  long at(const Span& s, long position, long head) const {
-    long back = position - s.first;
-    long slot = ids[s.offset + back / page_size] * page_size + back % page_size;
-    return (slot * kv_heads + head) * head_dim;
+  // Elements before the vectors of one head of the tokens [from, to).
+  void find(const Span& s, long from, long to, long head, long* at) const {
+    const int64_t* page = ids + s.offset + (from - s.first) / page_size;
+    long within = (from - s.first) % page_size;
+    for (long position = from; position < to; position++) {
+      *at++ = ((*page * page_size + within) * kv_heads + head) * head_dim;
+      if (++within == page_size) page++, within = 0;
+    }
   }
 };
 
@@ -43,6 +46,7 @@ struct Pages {
 struct Scratch {
   std::vector<float> q, scores, out, keys, values, top, base, shrink, weight;
   std::vector<bf16> narrow_q, narrow_weights, packed;
+  long at[TILE];  // where the keys of a tile lie, from the first that is looked at
   int padded = 0;
 
   void fit(int rows, int head_dim) {
@@ -95,13 +99,19 @@ struct Block {
   // Scores of the keys [from, to) of the tile, in the columns after from % TILE.
   void score_where_they_lie(long from, long to) {
     int d = pages.head_dim;
-    for (long key = from; key < to; key++) {
-      const T* k = pages.keys + pages.at(span, key, head);
+    for (long first = from; first < to; first += W) {
+      int count = (int)std::min<long>(W, to - first);
+      const T* k[W];
+      for (int i = 0; i < W; i++) k[i] = pages.keys + room.at[first - from + std::min(i, count - 1)];
       for (int m = 0; m < rows(); m++) {
         const float* x = room.q.data() + m * room.padded;
-        vec total = {};
-        for (int i = 0; i < d; i += W) total += load(x + i) * load(k + i);
-        room.scores[m * TILE + key % TILE] = sum(total);
+        vec totals[W];
+#pragma GCC unroll 16
+        for (int key = 0; key < W; key++) totals[key] = load(x) * load(k[key]);
+        for (int i = W; i < d; i += W)
+#pragma GCC unroll 16
+          for (int key = 0; key < W; key++) totals[key] += load(x + i) * load(k[key] + i);
+        store(room.scores.data() + m * TILE + first % TILE, sums(totals), count);
       }
     }
   }
@@ -112,7 +122,7 @@ struct Block {
     const float* lines[LARGEST_HEAD];
     for (int i = 0; i < d; i++) lines[i] = turned + i * TILE;
     for (long key = from; key < to; key++) {
-      const T* k = pages.keys + pages.at(span, key, head);
+      const T* k = pages.keys + room.at[key - from];
       strips(d, [&](int i, int w) {
         float part[W];
         store(part, load(k + i, w));
@@ -128,7 +138,7 @@ struct Block {
     static const bf16 zeros[LARGEST_HEAD] = {};
     long tile = from / TILE * TILE;
     for (int i = 0; i < TILE; i++)
-      lines[i] = tile + i < from || tile + i >= to ? zeros : cache + pages.at(span, tile + i, head);
+      lines[i] = tile + i < from || tile + i >= to ? zeros : cache + room.at[tile + i - from];
   }
 
   int full_rows() const { return (rows() + 15) / 16 * 16; }
@@ -201,8 +211,7 @@ struct Block {
 
   void add_where_they_lie(long from, long to) {
     const T* rows_of_values[TILE];
-    for (long key = from; key < to; key++)
-      rows_of_values[key - from] = pages.values + pages.at(span, key, head);
+    for (long key = from; key < to; key++) rows_of_values[key - from] = pages.values + room.at[key - from];
     product(rows(), (int)pages.head_dim, (int)(to - from), room.scores.data() + from % TILE, TILE, rows_of_values,
             room.out.data(), room.padded, true);
   }
@@ -210,7 +219,7 @@ struct Block {
   void add_tile(long from, long to) {
     const float* rows_of_values[TILE];
     for (long key = from; key < to; key++) {
-      const T* v = pages.values + pages.at(span, key, head);
+      const T* v = pages.values + room.at[key - from];
       float* to_row = room.values.data() + (key - from) * room.padded;
       strips((int)pages.head_dim, [&](int i, int w) { store(to_row + i, load(v + i, w)); });
       rows_of_values[key - from] = to_row;
@@ -237,6 +246,7 @@ struct Block {
     long end = position(rows() - 1) + 1;
     for (long from = low(position(0)); from < end; from = from / TILE * TILE + TILE) {
       long to = std::min(end, from / TILE * TILE + TILE);
+      pages.find(span, from, to, head, room.at);
       (this->*score)(from, to);
       soften(from, to, weights);
       (this->*add)(from, to);

@@ -4,7 +4,7 @@
 // processor lacks is split up by the compiler: slower, never wrong.
 #pragma once
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX512F__)
 #include <immintrin.h>
 #endif
 
@@ -32,9 +32,22 @@ inline vec load(const float* p) {
 }
 
 inline vec load(const bf16* p) {
+#if defined(__AVX512F__)  // the compiler would do it in two halves
+  return (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
+#else
   hvec h;
   std::memcpy(&h, p, sizeof h);
   return (vec)(__builtin_convertvector(h, uvec) << 16);
+#endif
+}
+
+inline float value(float x) { return x; }
+
+inline float value(bf16 x) {
+  uint32_t word = (uint32_t)x << 16;
+  float f;
+  std::memcpy(&f, &word, sizeof f);
+  return f;
 }
 
 inline void store(float* p, vec v) { std::memcpy(p, &v, sizeof v); }
@@ -91,6 +104,35 @@ inline float reduce(vec v, F f) {
 
 inline float sum(vec v) {
   return reduce(v, [](auto a, auto b) { return a + b; });
+}
+
+// Each lane of a plus the lane S apart in the lanes without S, the same of b in those with it.
+template <int S>
+inline vec fold(vec a, vec b) {
+  constexpr auto from = [](int i, int lane) { return (i & S ? W : 0) + lane; };
+#define LANES(f) {f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7), f(8), f(9), f(10), f(11), f(12), f(13), f(14), f(15)}
+#define LOW(i) from(i, i & ~S)
+#define HIGH(i) from(i, i | S)
+  const ivec low = LANES(LOW), high = LANES(HIGH);
+#undef LANES
+#undef LOW
+#undef HIGH
+  return __builtin_shuffle(a, b, low) + __builtin_shuffle(a, b, high);
+}
+
+template <int S>
+inline void fold_all(vec* v) {
+#pragma GCC unroll 8
+  for (int i = 0; i < S; i++) v[i] = fold<S>(v[i], v[i + S]);
+}
+
+// The sum of each of 16 vectors, always in the same order.
+inline vec sums(vec* v) {
+  fold_all<8>(v);
+  fold_all<4>(v);
+  fold_all<2>(v);
+  fold_all<1>(v);
+  return v[0];
 }
 
 inline float largest(vec v) {

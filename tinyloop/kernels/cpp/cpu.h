@@ -15,9 +15,9 @@ namespace tinyloop {
 inline bool may_use_amx() {
 #if defined(__x86_64__) && defined(__linux__)
   unsigned a, b, c, d;
-  constexpr unsigned BF16 = 1u << 22, TILES = 1u << 24;
+  constexpr unsigned BF16 = 1u << 22, TILES = 1u << 24, INT8 = 1u << 25;
   constexpr long REQUEST = 0x1023, TILE_DATA = 18;
-  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d & BF16) || !(d & TILES)) return false;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d & BF16) || !(d & TILES) || !(d & INT8)) return false;
   return syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
 #else
   return false;
@@ -32,6 +32,7 @@ inline const char* best_level() {
               __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   if (!wide) return "avx2";
   unsigned a, b, c, d;
+  if (!__builtin_cpu_supports("avx512vnni")) return "avx512";
   if (!__get_cpuid_count(7, 1, &a, &b, &c, &d) || !(a & (1u << 5))) return "avx512";
   return may_use_amx() ? "amx" : "bf16";
 #else

@@ -1,32 +1,34 @@
 // y = x W^T (+ added) in bfloat16 with sums in float, for few rows: bound by how fast the weights can be read.
 //
 // Weights are packed once, [out / 32][in / 32] blocks of [2][16 pairs of inputs][16 outputs][2], so each thread reads a
-// straight line, and one layout serves both the matrix unit (AMX) and the bf16 dot product of AVX-512. A row's sums
-// run over its inputs in order, whatever other rows there are. `in` and `out` must be multiples of 32.
+// straight line, and one layout serves the matrix unit (AMX), the bf16 dot product of AVX-512 and plain vectors. A row's
+// sums run over its inputs in order, whatever other rows there are. `in` and `out` must be multiples of 32.
 #pragma once
 
 #include "common.h"
 #include "threads.h"
 #include "tiles.h"
 
-#if defined(__AVX512BF16__)
-#include <immintrin.h>
-
-#define TINYLOOP_LINEAR 1
-
 namespace tinyloop {
 
-constexpr int SIDE = 32;                // inputs and outputs of a block
-constexpr int HALF = 16 * SIDE;         // elements of 16 outputs of a block: one tile of the matrix unit
-constexpr long AHEAD = 8 * 2 * HALF;    // elements to prefetch ahead of the sums
+constexpr int SIDE = 32;         // inputs and outputs of a block
+constexpr int HALF = 16 * SIDE;  // elements of 16 outputs of a block: one tile of the matrix unit
 
-inline void pack(const bf16* weight, bf16* packed, long out, long in) {
-  for (long o = 0; o < out; o++)
-    for (long i = 0; i < in; i++) {
-      long block = (o / SIDE * (in / SIDE) + i / SIDE) * 2 + o % SIDE / 16;
-      packed[block * HALF + i % SIDE / 2 * 32 + o % 16 * 2 + i % 2] = weight[o * in + i];
-    }
-}
+// Asks for the weights of the next 32 outputs while those of this one are read, 2 KB at a time and from four places at
+// once: the processor's own prefetcher follows lines within a page, so one place alone leaves memory half idle.
+struct Ahead {
+  static constexpr int PLACES = 4, STEP = 2048 / PLACES;
+  const char* at;
+  long apart;
+
+  Ahead(const void* weights, long bytes) : at((const char*)weights + bytes), apart(bytes / PLACES) {}
+
+  void step() {
+    for (int place = 0; place < PLACES; place++)
+      for (int line = 0; line < STEP; line += 64) __builtin_prefetch(at + place * apart + line);
+    at += STEP;
+  }
+};
 
 struct Product {
   const bf16 *x, *packed, *added;  // added: [rows, out], or null
@@ -58,10 +60,9 @@ inline void tiles(const Product& p, const bf16* w, long row, long column, int up
   _tile_zero(2);
   _tile_zero(3);
   const bf16* x = p.x + row * p.in;
-  const bool fresh = row == 0;
+  Ahead ahead(w, p.in * SIDE * sizeof(bf16));
   for (long i = 0; i < p.in; i += SIDE, w += 2 * HALF) {
-    if (fresh)
-      for (int line = 0; line < 2 * HALF; line += 32) _mm_prefetch((const char*)(w + AHEAD + line), _MM_HINT_T0);
+    if (row == 0) ahead.step();
     _tile_loadd(4, x + i, p.in * 2);
     _tile_loadd(6, w, 64);
     _tile_loadd(7, w + HALF, 64);
@@ -83,7 +84,7 @@ inline void tiles(const Product& p, const bf16* w, long row, long column, int up
   write_sums(p, sums, row, column, upper + lower);
 }
 
-inline void column_block(const Product& p, long block) {
+inline void columns(const Product& p, long block) {
   const bf16* w = p.packed + block * p.in * SIDE;
   int shape = 0;
   for (long row = 0; row < p.rows; row += 32) {
@@ -96,34 +97,54 @@ inline void column_block(const Product& p, long block) {
 
 #else
 
+#if defined(__AVX512BF16__)
+constexpr int MANY = 12;  // rows whose sums fit the registers
+
+// Two inputs of 16 outputs, and the same two of a row, which lie at x.
+inline vec dot_pair(vec total, const bf16* w, const bf16* x) {
+  int32_t two;
+  std::memcpy(&two, x, sizeof two);
+  return (vec)_mm512_dpbf16_ps((__m512)total, (__m512bh)_mm512_set1_epi32(two), (__m512bh)_mm512_loadu_si512(w));
+}
+#else
+#if defined(__AVX512F__)
+constexpr int MANY = 12;
+#else
+constexpr int MANY = 2;
+#endif
+
+inline vec dot_pair(vec total, const bf16* w, const bf16* x) {
+  uvec two;
+  std::memcpy(&two, w, sizeof two);
+  uint32_t first = (uint32_t)x[0] << 16, second = (uint32_t)x[1] << 16;
+  total += (vec)(two << 16) * (vec)(uvec{} + first);
+  return total + (vec)(two & 0xffff0000u) * (vec)(uvec{} + second);
+}
+#endif
+
 template <int M>
 inline void dots(const Product& p, const bf16* w, long row, long column) {
-  __m512 sums[M][2];
-  for (int m = 0; m < M; m++) sums[m][0] = sums[m][1] = _mm512_setzero_ps();
-  for (long i = 0; i < p.in; i += SIDE, w += 2 * HALF)
-    for (int pair = 0; pair < 16; pair++) {
-      __m512bh left = (__m512bh)_mm512_loadu_si512(w + pair * 32);
-      __m512bh right = (__m512bh)_mm512_loadu_si512(w + HALF + pair * 32);
-      _mm_prefetch((const char*)(w + AHEAD + pair * 32), _MM_HINT_T0);
-      _mm_prefetch((const char*)(w + AHEAD + HALF + pair * 32), _MM_HINT_T0);
+  vec sums[M][2] = {};
+  Ahead ahead(w, p.in * SIDE * sizeof(bf16));
+  for (long i = 0; i < p.in; i += SIDE, w += 2 * HALF) {
+    if (row == 0) ahead.step();
+    for (int pair = 0; pair < 16; pair++)
       for (int m = 0; m < M; m++) {
-        int32_t two;
-        std::memcpy(&two, p.x + (row + m) * p.in + i + 2 * pair, sizeof two);
-        __m512bh x = (__m512bh)_mm512_set1_epi32(two);
-        sums[m][0] = _mm512_dpbf16_ps(sums[m][0], x, left);
-        sums[m][1] = _mm512_dpbf16_ps(sums[m][1], x, right);
+        const bf16* x = p.x + (row + m) * p.in + i + 2 * pair;
+        sums[m][0] = dot_pair(sums[m][0], w + pair * 32, x);
+        sums[m][1] = dot_pair(sums[m][1], w + HALF + pair * 32, x);
       }
-    }
+  }
   for (int m = 0; m < M; m++) {
-    p.write(row + m, column, (vec)sums[m][0]);
-    p.write(row + m, column + 16, (vec)sums[m][1]);
+    p.write(row + m, column, sums[m][0]);
+    p.write(row + m, column + 16, sums[m][1]);
   }
 }
 
-inline void column_block(const Product& p, long block) {
+inline void columns(const Product& p, long block) {
   const bf16* w = p.packed + block * p.in * SIDE;
   long row = 0, column = block * SIDE;
-  for (; row + 12 <= p.rows; row += 12) dots<12>(p, w, row, column);
+  for (; row + MANY <= p.rows; row += MANY) dots<MANY>(p, w, row, column);
   for (; row + 4 <= p.rows; row += 4) dots<4>(p, w, row, column);
   if (row + 2 <= p.rows) dots<2>(p, w, row, column), row += 2;
   if (row < p.rows) dots<1>(p, w, row, column);
@@ -131,11 +152,9 @@ inline void column_block(const Product& p, long block) {
 
 #endif
 
-// Blocks of 32 outputs are handed out in runs of about 64 KB of weights.
 inline void linear(const Product& p, int threads) {
-  long blocks = p.out / SIDE, run = std::max<long>(1, 32768 / (p.in * SIDE));
-  parallel(threads, (blocks + run - 1) / run, [&](long i) {
-    for (long block = i * run; block < std::min(blocks, (i + 1) * run); block++) column_block(p, block);
+  parallel(threads, p.out / SIDE, [&](long block) {
+    columns(p, block);
 #if defined(__AMX_BF16__)
     _tile_release();
 #endif
@@ -143,4 +162,3 @@ inline void linear(const Product& p, int threads) {
 }
 
 }  // namespace tinyloop
-#endif

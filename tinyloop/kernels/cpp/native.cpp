@@ -7,6 +7,7 @@
 
 #include "attention.h"
 #include "cpu.h"
+#include "int8.h"
 #include "linear.h"
 #include "rows.h"
 
@@ -60,12 +61,10 @@ void paged_attention(const T* q, const T* keys, const T* values, const int64_t* 
   attention(q, Pages<T>{keys, values, pages, page_size, kv_heads, head_dim}, spans, segments, out, heads, threads);
 }
 
-#if TINYLOOP_LINEAR
-void few_rows(const bf16* x, const bf16* packed, const bf16* added, bf16* y, long rows, long out, long in,
+void linear_bf16(const bf16* x, const bf16* packed, const bf16* added, bf16* y, long rows, long out, long in,
               int threads) {
   linear(Product{x, packed, added, y, rows, out, in}, threads);
 }
-#endif
 
 #define KERNEL(name, function)                                                      \
   PyObject* name(PyObject*, PyObject* const* args, Py_ssize_t count) { return call(function, args, count); }
@@ -79,10 +78,9 @@ KERNEL(rope_write_float32, tinyloop::rope_write<float>)
 KERNEL(rope_write_bfloat16, tinyloop::rope_write<bf16>)
 KERNEL(attention_float32, paged_attention<float>)
 KERNEL(attention_bfloat16, paged_attention<bf16>)
-#if TINYLOOP_LINEAR
-KERNEL(pack, tinyloop::pack)
-KERNEL(linear, few_rows)
-#endif
+KERNEL(linear_bfloat16, linear_bf16)
+KERNEL(linear_int8_float32, tinyloop::linear_int8<float>)
+KERNEL(linear_int8_bfloat16, tinyloop::linear_int8<bf16>)
 
 PyObject* best_level(PyObject*, PyObject*) { return PyUnicode_FromString(tinyloop::best_level()); }
 
@@ -95,10 +93,9 @@ PyMethodDef methods[] = {
     METHOD(rope_write_bfloat16),
     METHOD(attention_float32),
     METHOD(attention_bfloat16),
-#if TINYLOOP_LINEAR
-    METHOD(pack),
-    METHOD(linear),
-#endif
+    METHOD(linear_bfloat16),
+    METHOD(linear_int8_float32),
+    METHOD(linear_int8_bfloat16),
     {"best_level", best_level, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };

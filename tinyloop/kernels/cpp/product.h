@@ -38,8 +38,9 @@ inline void product_columns(int rows, int depth, const float* a, int lda, const 
   int m = 0;
   for (; m + MR <= rows; m += MR)
     product_block<MR, N>(depth, a + m * lda, lda, b, column, c + column + m * ldc, ldc, add);
-  for (; m + 2 <= rows; m += 2)
-    product_block<2, N>(depth, a + m * lda, lda, b, column, c + column + m * ldc, ldc, add);
+  for (; m + 3 <= rows; m += 3)
+    product_block<3, N>(depth, a + m * lda, lda, b, column, c + column + m * ldc, ldc, add);
+  if (m + 2 <= rows) product_block<2, N>(depth, a + m * lda, lda, b, column, c + column + m * ldc, ldc, add), m += 2;
   if (m < rows) product_block<1, N>(depth, a + m * lda, lda, b, column, c + column + m * ldc, ldc, add);
 }
 

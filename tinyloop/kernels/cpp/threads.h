@@ -78,21 +78,35 @@ class Helpers {
   int wanted_ = 0, started_ = 0;
 };
 
-// f(item) for 0 <= item < items, on up to `threads` threads; each takes the next item when it is done with one.
+// f(item) for 0 <= item < items, on up to `threads` threads. Each has a run of neighbouring items of its own, so that it
+// reads memory in a straight line, and then takes what others have not come to.
 template <class F>
 void parallel(int threads, long items, const F& f) {
   static Helpers& helpers = *new Helpers;  // never destroyed: its threads live as long as the process
+  constexpr int MOST = 64;
+  struct alignas(64) Run {
+    std::atomic<long> next;
+    long end;
+  };
   struct Shared {
     const F& f;
-    long items;
-    std::atomic<long> next;
-  } shared{f, items, {0}};
+    int count;
+    std::atomic<int> joined;
+    Run runs[MOST];
+  } shared{f, (int)std::max<long>(1, std::min<long>({threads, items, MOST})), {0}, {}};
+  for (int r = 0; r < shared.count; r++) {
+    shared.runs[r].next = items * r / shared.count;
+    shared.runs[r].end = items * (r + 1) / shared.count;
+  }
   auto work = [](void* data) {
     Shared& s = *(Shared*)data;
-    for (long i; (i = s.next.fetch_add(1)) < s.items;) s.f(i);
+    int own = s.joined.fetch_add(1);
+    for (int r = 0; r < s.count; r++) {
+      Run& run = s.runs[(own + r) % s.count];
+      for (long i; (i = run.next.fetch_add(1)) < run.end;) s.f(i);
+    }
   };
-  int others = (int)std::min<long>(threads, items) - 1;
-  others > 0 ? helpers.run(others, work, &shared) : work(&shared);
+  shared.count > 1 ? helpers.run(shared.count - 1, work, &shared) : work(&shared);
 }
 
 // f(first, last) over blocks of rows that are worth a thread. `cost` of a row: about its elements read.
