@@ -21,6 +21,7 @@ from tests.tiny_models import raw_config
 from tinyloop.checkpoint import builtin, hub, open_checkpoint
 from tinyloop.checkpoint.gguf import GGUFFile
 from tinyloop.checkpoint.translate import pairs_to_halves, translate_config, translate_name
+from tinyloop.config import Rotary
 from tinyloop.errors import CheckpointError
 from tinyloop.models.registry import family_of
 
@@ -172,7 +173,7 @@ def test_rope_facts_may_stand_in_either_section_or_none() -> None:
     theta = {"rope_type": "default", "rope_theta": 5.0, "partial_rotary_factor": 1.0}
     for changes in ({"rope_parameters": theta}, {"rope_parameters": {}, "rope_scaling": theta}, {"rope_theta": 5.0}):
         raw = raw_config("llama", **changes)
-        assert family_of(raw).config(raw).rope_theta == 5.0
+        assert family_of(raw).config(raw).rotary == (Rotary(5.0),)
     raw = raw_config("llama", rope_parameters={**theta, "partial_rotary_factor": 0.25})
     with pytest.raises(CheckpointError, match="partial_rotary_factor"):
         family_of(raw).config(raw)

@@ -5,10 +5,10 @@ from typing import Any
 
 from tinyloop.errors import CheckpointError
 from tinyloop.models.family import Family
-from tinyloop.models.llama import Llama
+from tinyloop.models.llama import Llama, Qwen2, Qwen3
 from tinyloop.models.ouro import Ouro
 
-FAMILIES: tuple[Family, ...] = (Llama(), Ouro())
+FAMILIES: tuple[Family, ...] = (Llama(), Qwen2(), Qwen3(), Ouro())
 
 
 def family_of(raw: Mapping[str, Any]) -> Family:
