@@ -1,9 +1,11 @@
 """Every family against its reference on tiny random weights: transformers, or an independent implementation."""
 
+import importlib
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -34,8 +36,9 @@ LLAMA3 = {
 }
 
 
-def by_transformers(kind: str) -> Callable[[dict[str, Any], dict[str, Tensor]], Reference]:
-    """A reference out of `transformers`: the config and model classes named after `kind`."""
+def by_transformers(kind: str, dial: str | None = None) -> Callable[[dict[str, Any], dict[str, Tensor]], Reference]:
+    """A reference out of `transformers`: the config and model classes named after `kind`. `dial` is the config's field
+    for the depth."""
 
     def make(raw: dict[str, Any], tensors: dict[str, Tensor]) -> Reference:
         config = getattr(transformers, f"{kind}Config")(**raw)
@@ -47,8 +50,14 @@ def by_transformers(kind: str) -> Callable[[dict[str, Any], dict[str, Tensor]], 
 
         @torch.no_grad()
         def logits(tokens: Sequence[int], prompt: int, loops: int) -> Tensor:
-            assert loops == 1
-            return model(torch.tensor([tokens])).logits[0]
+            assert dial or loops == 1
+            if dial:
+                setattr(model.config, dial, loops)
+            if raw.get("recurrent_kv_cache_mode") == "last_loop":
+                return token_by_token(model, tokens, prompt)
+            is_prompt = (torch.arange(len(tokens)) < prompt).long()[None]
+            both_ways = {"token_type_ids": is_prompt} if raw.get("prefix_lm") else {}
+            return model(torch.tensor([tokens]), use_cache=False, **both_ways).logits[0]
 
         return logits
 
@@ -60,6 +69,51 @@ def llama(kind: str = "Llama", **changes: Any) -> Case:
     return Case(raw, by_transformers(kind), (1,))
 
 
+def token_by_token(model: torch.nn.Module, tokens: Sequence[int], prompt: int) -> Tensor:
+    """For a model whose answers depend on where its forwards are cut: the prompt at once, then every token alone."""
+    found, cache = [], None
+    for part in (tokens[:prompt], *([token] for token in tokens[prompt:])):
+        out = model(torch.tensor([part]), use_cache=True, cache=cache)
+        found.append(out.logits[0])
+        cache = out.cache
+    return torch.cat(found)
+
+
+def by_mlx(raw: dict[str, Any], tensors: dict[str, Tensor]) -> Reference:
+    """A reference out of `mlx-lm`, the implementation named after the model type."""
+    mx = importlib.import_module("mlx.core")
+    module = importlib.import_module(f"mlx_lm.models.{raw['model_type']}")
+    model = module.Model(module.ModelArgs.from_dict(raw))
+    model.load_weights([(name, mx.array(tensor.numpy())) for name, tensor in tensors.items()])
+
+    def logits(tokens: Sequence[int], prompt: int, loops: int) -> Tensor:
+        model.model.num_loops = loops
+        return torch.from_numpy(np.array(model(mx.array([list(tokens)]))[0]))
+
+    return logits
+
+
+def nanbeige(**changes: Any) -> Case:
+    raw = {**SHAPE, "model_type": "nanbeige", "num_loops": 2, "loop_loss_weights": [], "kv_channels": None, **changes}
+    return Case(raw, by_mlx, (2, 1, 4))
+
+
+def dory(mode: str = "per_loop", sliding: int = 3, **changes: Any) -> Case:
+    """Two layers before, three in and one after the core; those but the third see `sliding` tokens."""
+    kinds = ["full_attention" if i % 3 == 2 else "sliding_attention" for i in range(6)]
+    raw = {**SHAPE, "model_type": "dory", "num_hidden_layers": 6, "n_input_layers": 2, "n_recurrent_layers": 3,
+           "n_output_layers": 1, "layer_types": kinds, "sliding_window": sliding, "recurrent_kv_cache_mode": mode,
+           "n_recurrent_loops": 2, "initializer_range": 0.3, "ngpt_alpha_init": 0.3, **changes}  # fmt: skip
+    del raw["rms_norm_eps"]
+    return Case(raw, by_transformers("Dory", "n_recurrent_loops"), (2, 1, 5), scale=2.0)
+
+
+def hrm_text(**changes: Any) -> Case:
+    raw = {**SHAPE, "model_type": "hrm_text", "num_hidden_layers": 2, "num_key_value_heads": None, "prefix_lm": False,
+           "H_cycles": 2, "L_cycles": 3, "embedding_scale": 7.0, **changes}  # fmt: skip
+    return Case(raw, by_transformers("HrmText", "H_cycles"), (2, 1, 4))
+
+
 CASES: dict[str, Callable[[], Case]] = {
     "llama": llama,
     "llama 9/3 heads, tied": lambda: llama(**NINE_HEADS, tie_word_embeddings=True),
@@ -67,6 +121,18 @@ CASES: dict[str, Callable[[], Case]] = {
     "qwen2": lambda: llama("Qwen2", vocab_size=261),
     "qwen3": lambda: llama("Qwen3"),
     "qwen3 9/3 heads, tied": lambda: llama("Qwen3", **NINE_HEADS, tie_word_embeddings=True),
+    "nanbeige": nanbeige,
+    "nanbeige 9/3 heads, tied": lambda: nanbeige(**NINE_HEADS, tie_word_embeddings=True, vocab_size=261),
+    "nanbeige without norms between": lambda: nanbeige(skip_loop_final_norm=True),
+    "dory": dory,
+    "dory 9/3 heads, tied": lambda: dory(**NINE_HEADS, sliding=7, tie_word_embeddings=True, vocab_size=261),
+    "dory last_loop": lambda: dory("last_loop"),
+    "dory last_loop 9/3 heads": lambda: dory("last_loop", sliding=9, **NINE_HEADS),
+    "hrm_text": hrm_text,
+    "hrm_text prefix_lm": lambda: hrm_text(prefix_lm=True),
+    "hrm_text prefix_lm 9 heads, tied": lambda: hrm_text(
+        prefix_lm=True, num_attention_heads=9, hidden_size=90, head_dim=10, tie_word_embeddings=True, vocab_size=261
+    ),
 }
 
 

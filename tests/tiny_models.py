@@ -28,6 +28,9 @@ class RandomTensors:
         self.scale = scale
         self.taken: dict[str, torch.Tensor] = {}
 
+    def has(self, name: str) -> bool:
+        return name in self.taken
+
     def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4])
         drawn = torch.randn(shape, generator=torch.Generator().manual_seed(seed))

@@ -8,7 +8,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -20,11 +20,38 @@ from tinyloop.kernels import Linear
 from tinyloop.layers import Attention, GatedMLP, Layer, PreNormLayer, RMSNorm
 from tinyloop.recurrence import NormedRecurrence, Recurrence
 
+BEYOND_TRAINED = 2  # quality falls slowly past the trained depth; up to twice of it may be asked for
+
 
 class TensorSource(Protocol):
     """The part of a checkpoint that weights are read from."""
 
+    def has(self, name: str) -> bool: ...
+
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor: ...
+
+
+class Stored(NamedTuple):
+    """Where a tensor lies: all of one, or one of several equal parts of it, by rows."""
+
+    name: str
+    part: int = 0
+    parts: int = 1
+
+
+@dataclass(frozen=True)
+class Renamed:
+    """Tensors that are stored under other names than the family's, or several in one."""
+
+    source: TensorSource
+    stored: Callable[[str], Stored]
+
+    def has(self, name: str) -> bool:
+        return self.source.has(self.stored(name).name)
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        stored, part, parts = self.stored(name)
+        return self.source.take(stored, (parts * shape[0], *shape[1:])).chunk(parts)[part]
 
 
 class Family(ABC):
@@ -175,6 +202,10 @@ class Weights:
     source: TensorSource
     dtype: torch.dtype
     device: torch.device
+
+    def has(self, name: str) -> bool:
+        """Whether there is such a tensor: some checkpoints say only so which of two layouts they have."""
+        return self.source.has(name)
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         return self.source.take(name, shape).to(device=self.device, dtype=self.dtype)

@@ -6,9 +6,7 @@ from typing import Any
 from tinyloop.config import Layout, ModelConfig
 from tinyloop.kernels import Linear
 from tinyloop.layers import SandwichLayer
-from tinyloop.models.family import Facts, Family, Weights
-
-BEYOND_TRAINED = 2  # quality falls slowly past the trained depth; up to twice of it may be asked for
+from tinyloop.models.family import BEYOND_TRAINED, Facts, Family, Weights
 
 
 class Ouro(Family):
