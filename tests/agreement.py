@@ -33,6 +33,7 @@ class Case:
     reference: Callable[[dict[str, Any], dict[str, Tensor]], Reference]
     depths: tuple[int, ...]
     scale: float = 1.0
+    has: tuple[str, ...] = ()
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -40,7 +41,7 @@ class Case:
         self.expected = self.reference(self.raw, self.tensors)
 
     def _stack(self) -> LoopedStack:
-        source, family = RandomTensors(self.scale), family_of(self.raw)
+        source, family = RandomTensors(self.scale, self.has), family_of(self.raw)
         stack = LoopedStack(family, family.config(self.raw), Weights(source, torch.float32, torch.device("cpu")))
         self.tensors.update(source.taken)
         return stack

@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from tests import agreement
+from tests import agreement, huginn_reference
 from tests.agreement import Case, Reference
 
 SHAPE = {
@@ -98,6 +98,19 @@ def nanbeige(**changes: Any) -> Case:
     return Case(raw, by_mlx, (2, 1, 4))
 
 
+def iquest(**changes: Any) -> Case:
+    raw = {**SHAPE, "model_type": "iquestloopcoder", "loop_num": 2, "loop_window_size": 5, **changes}
+    return Case(raw, loop_coder, (2, 1))
+
+
+def loop_coder(raw: dict[str, Any], tensors: dict[str, Tensor]) -> Reference:
+    """Two loops by `mlx-lm`; with one loop the model is an ordinary Llama."""
+    without_gates = {name: tensor for name, tensor in tensors.items() if "gate_projections" not in name}
+    two = by_mlx(raw, tensors)
+    one = by_transformers("Llama")({**raw, "model_type": "llama", "rope_theta": 5e5}, without_gates)
+    return lambda tokens, prompt, loops: (one if loops == 1 else two)(tokens, prompt, loops)
+
+
 def dory(mode: str = "per_loop", sliding: int = 3, **changes: Any) -> Case:
     """Two layers before, three in and one after the core; those but the third see `sliding` tokens."""
     kinds = ["full_attention" if i % 3 == 2 else "sliding_attention" for i in range(6)]
@@ -114,6 +127,15 @@ def hrm_text(**changes: Any) -> Case:
     return Case(raw, by_transformers("HrmText", "H_cycles"), (2, 1, 4))
 
 
+def huginn(**changes: Any) -> Case:
+    """Two layers before, two in and one after the core."""
+    raw = {"model_type": "huginn_raven", "vocab_size": 259, "n_embd": 48, "n_heads": 4, "n_layers": 5, "qk_bias": True,
+           "intermediate_size": 80, "n_layers_in_prelude": 2, "n_layers_in_recurrent_block": 2, "n_layers_in_coda": 1,
+           "mean_recurrence": 4, "block_size": 256, "tie_embeddings": True, "rope_base": 50000, **changes}  # fmt: skip
+    has = ("transformer.core_block.0.norm_3.weight",) if raw["qk_bias"] else ()
+    return Case(raw, huginn_reference.make, (4, 1, 7), has=has)
+
+
 CASES: dict[str, Callable[[], Case]] = {
     "llama": llama,
     "llama 9/3 heads, tied": lambda: llama(**NINE_HEADS, tie_word_embeddings=True),
@@ -124,10 +146,19 @@ CASES: dict[str, Callable[[], Case]] = {
     "nanbeige": nanbeige,
     "nanbeige 9/3 heads, tied": lambda: nanbeige(**NINE_HEADS, tie_word_embeddings=True, vocab_size=261),
     "nanbeige without norms between": lambda: nanbeige(skip_loop_final_norm=True),
+    "iquest loop": iquest,
+    "iquest loop 9/3 heads, tied": lambda: iquest(**NINE_HEADS, tie_word_embeddings=True, vocab_size=261),
+    "iquest loop, window of one": lambda: iquest(loop_window_size=1),
     "dory": dory,
     "dory 9/3 heads, tied": lambda: dory(**NINE_HEADS, sliding=7, tie_word_embeddings=True, vocab_size=261),
     "dory last_loop": lambda: dory("last_loop"),
     "dory last_loop 9/3 heads": lambda: dory("last_loop", sliding=9, **NINE_HEADS),
+    "huginn": huginn,
+    "huginn 9 heads, untied": lambda: huginn(n_embd=90, n_heads=9, tie_embeddings=False, vocab_size=261),
+    "huginn without a coda": lambda: huginn(n_layers_in_coda=0),
+    "huginn retrofit of llama": lambda: huginn(
+        qk_bias=False, num_key_value_heads=2, rope_theta=10000.0, init_values={"embed_scale": 1.0}, tie_embeddings=False
+    ),
     "hrm_text": hrm_text,
     "hrm_text prefix_lm": lambda: hrm_text(prefix_lm=True),
     "hrm_text prefix_lm 9 heads, tied": lambda: hrm_text(

@@ -19,17 +19,17 @@ RETROFIT = {"retrofit": {"prelude": 2, "core": 2, "default_loops": 2, "max_loops
 
 
 class RandomTensors:
-    """A checkpoint in which every tensor exists, drawn from its name.
+    """A checkpoint in which every tensor exists, drawn from its name. Who asks is told only of those in `has`.
 
     At `scale` 2 answers are lively, but a looped model then amplifies rounding; a small scale keeps logits comparable.
     """
 
-    def __init__(self, scale: float = 2.0) -> None:
-        self.scale = scale
+    def __init__(self, scale: float = 2.0, has: tuple[str, ...] = ()) -> None:
+        self.scale, self._has = scale, has
         self.taken: dict[str, torch.Tensor] = {}
 
     def has(self, name: str) -> bool:
-        return name in self.taken
+        return name in self._has
 
     def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4])

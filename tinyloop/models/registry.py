@@ -7,11 +7,15 @@ from tinyloop.errors import CheckpointError
 from tinyloop.models.dory import Dory
 from tinyloop.models.family import Family
 from tinyloop.models.hrm_text import HrmText
+from tinyloop.models.huginn import Huginn
+from tinyloop.models.iquest import IQuestLoop
 from tinyloop.models.llama import Llama, Qwen2, Qwen3
 from tinyloop.models.nanbeige import Nanbeige
 from tinyloop.models.ouro import Ouro
 
-FAMILIES: tuple[Family, ...] = (Llama(), Qwen2(), Qwen3(), Ouro(), Nanbeige(), Dory(), HrmText())
+FAMILIES: tuple[Family, ...] = (
+    Llama(), Qwen2(), Qwen3(), Ouro(), Nanbeige(), Dory(), HrmText(), IQuestLoop(), Huginn(),
+)  # fmt: skip
 
 
 def family_of(raw: Mapping[str, Any]) -> Family:
