@@ -16,6 +16,7 @@ from tinyloop.kv.cache import PagedKV
 from tinyloop.model import Generation, Model
 from tinyloop.models.family import Weights
 from tinyloop.models.registry import family_of
+from tinyloop.plan import make_plan
 from tinyloop.stack import LoopedStack
 
 LOGGED = tl.SamplingParams(temperature=0, ignore_eos=True, logprobs=20)
@@ -70,7 +71,7 @@ def logits_agree(case: Case) -> None:
 
 def answers_agree(case: Case) -> None:
     """Prefill and decode, the prompt in one piece and in chunks, beyond every window."""
-    for settings in ({}, {"max_chunk": 5}, {"max_chunk": 7, "page_size": 16}):
+    for settings in ({}, {"max_chunk": 5, "page_size": 16}):
         model = case.model(**settings)
         for loops in case.depths:
             got = model.generate(PROMPT, max_new_tokens=32, loops=loops, sampling=LOGGED)
@@ -100,6 +101,49 @@ def answers_from_a_prefix_agree(case: Case) -> None:
             assert got.cached_tokens == 18
             case.check(PROMPT, got, asked)
             model.runner.check()
+
+
+def different_depths_agree(case: Case) -> None:
+    """Prompt and answer at different loops equal the slow oracle, which has been compared with the reference."""
+    model = case.model(max_chunk=5)
+    for prompt_loops, loops in ((case.depths[1], case.depths[0]), (case.depths[0], case.depths[1])):
+        got = model.generate(PROMPT, max_new_tokens=8, loops=loops, prefill_loops=prompt_loops, sampling=LOGGED)
+        tokens, depths = [*PROMPT, *got.token_ids], [prompt_loops] * len(PROMPT) + [loops] * 8
+        expected = model.oracle(tokens, depths, prompt_tokens=len(PROMPT))[len(PROMPT) - 1 : -1]
+        assert list(got.token_ids) == expected.argmax(-1).tolist()
+
+
+def windows_agree(case: Case) -> None:
+    """With `cache_window` answers equal the slow oracle's, and pages go back."""
+    for window in (1, 4, 11):
+        model = case.model(max_chunk=5)
+        for loops in case.depths:
+            got = model.generate(PROMPT, max_new_tokens=8, loops=loops, cache_window=window, sampling=LOGGED)
+            tokens = [*PROMPT, *got.token_ids]
+            expected = model.oracle(tokens, loops, window, prompt_tokens=len(PROMPT))[len(PROMPT) - 1 : -1]
+            assert list(got.token_ids) == expected.argmax(-1).tolist()
+        assert model.runner.pool.free == model.runner.pool.num_pages
+
+
+def a_yield_changes_nothing(case: Case) -> None:
+    """At one moment a request gives everything back and goes on; where it is computed again, it comes out the same."""
+    loops = case.depths[0]
+    for moment in range(1, 24, 3):
+        model, pool = case.model(max_chunk=5), tl.PrefixPool()
+        lease = model.runner.admit(PROMPT, make_plan(model.config, loops=loops), max_new_tokens=8, sampling=LOGGED,
+                                   pool=pool)  # fmt: skip
+        assert lease is not None
+        for step in range(200):
+            if lease.finish_reason:
+                break
+            if step == moment:
+                model.runner.suspend(lease)
+                assert model.runner.resume(lease)
+            model.runner.step(model.runner.ready())
+        expected = case.expected(lease.tokens, len(PROMPT), loops)[len(PROMPT) - 1 : -1]
+        assert lease.tokens[len(PROMPT) :] == expected.argmax(-1).tolist(), moment
+        model.runner.release(lease)
+        model.runner.check()
 
 
 def nothing_is_shared(case: Case) -> None:

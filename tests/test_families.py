@@ -11,8 +11,11 @@ import torch
 import transformers
 from torch import Tensor
 
-from tests import agreement, huginn_reference
+import tinyloop as tl
+from server.policy import Policy
+from tests import agreement, huginn_reference, ouro_reference
 from tests.agreement import Case, Reference
+from tinyloop.plan import make_plan
 
 SHAPE = {
     "vocab_size": 259,
@@ -93,6 +96,11 @@ def by_mlx(raw: dict[str, Any], tensors: dict[str, Tensor]) -> Reference:
     return logits
 
 
+def ouro(**changes: Any) -> Case:
+    raw = {**SHAPE, "model_type": "ouro", "total_ut_steps": 4, "rope_theta": 1e4, **changes}
+    return Case(raw, ouro_reference.make, (4, 1, 6))
+
+
 def nanbeige(**changes: Any) -> Case:
     raw = {**SHAPE, "model_type": "nanbeige", "num_loops": 2, "loop_loss_weights": [], "kv_channels": None, **changes}
     return Case(raw, by_mlx, (2, 1, 4))
@@ -143,6 +151,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "qwen2": lambda: llama("Qwen2", vocab_size=261),
     "qwen3": lambda: llama("Qwen3"),
     "qwen3 9/3 heads, tied": lambda: llama("Qwen3", **NINE_HEADS, tie_word_embeddings=True),
+    "ouro": ouro,
+    "ouro 9/3 heads": lambda: ouro(**NINE_HEADS, vocab_size=261),
     "nanbeige": nanbeige,
     "nanbeige 9/3 heads, tied": lambda: nanbeige(**NINE_HEADS, tie_word_embeddings=True, vocab_size=261),
     "nanbeige without norms between": lambda: nanbeige(skip_loop_final_norm=True),
@@ -194,3 +204,62 @@ def test_answers_from_a_prefix_equal_the_reference(name: str) -> None:
         agreement.nothing_is_shared(case)
     else:
         agreement.answers_from_a_prefix_agree(case)
+
+
+LOOPED = [name for name in CASES if not name.startswith(("llama", "qwen"))]
+WHOLE = ["dory last_loop", "hrm_text prefix_lm"]
+
+
+@pytest.mark.parametrize("name", LOOPED)
+def test_prompt_and_answer_may_run_different_depths(name: str) -> None:
+    agreement.different_depths_agree(case_of(name))
+
+
+@pytest.mark.parametrize("name", LOOPED)
+def test_a_cache_window_bounds_what_is_seen(name: str) -> None:
+    agreement.windows_agree(case_of(name))
+
+
+@pytest.mark.parametrize("name", LOOPED)
+def test_a_yield_at_any_moment_changes_nothing(name: str) -> None:
+    agreement.a_yield_changes_nothing(case_of(name))
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_where_the_prompt_ends_matters_to_those_who_run_it_whole(name: str) -> None:
+    case, tokens = case_of(name), agreement.PROMPT
+    whole, cut = case.expected(tokens, len(tokens), 2), case.expected(tokens, 9, 2)
+    assert not torch.allclose(whole[-1], cut[-1], atol=10 * agreement.TOLERANCE)
+    assert torch.allclose(case.model().oracle(tokens, 2, prompt_tokens=9), cut, atol=agreement.TOLERANCE)
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_prompt_that_runs_whole_is_never_cut(name: str) -> None:
+    runner = case_of(name).model(max_chunk=4).runner
+    plan = make_plan(runner.config)
+    lease = runner.admit(agreement.PROMPT, plan, max_new_tokens=1, sampling=agreement.LOGGED)
+    assert lease is not None
+    (chosen,) = Policy(row_budget=2).choose_segments(runner.ready())
+    assert chosen.rows == len(agreement.PROMPT)
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_no_prefix_is_kept_of_a_prompt_that_runs_whole(name: str) -> None:
+    model = case_of(name).model()
+    with pytest.raises(tl.RequestError, match="no prefix of it can be kept"):
+        model.register_prefix(tl.PrefixPool(), agreement.PROMPT)
+
+
+def test_a_prompt_that_is_read_both_ways_has_no_scores() -> None:
+    with pytest.raises(tl.RequestError, match="prompt_logprobs: hrm_text reads a prompt both ways"):
+        case_of("hrm_text prefix_lm").model().score(agreement.PROMPT)
+    causal = case_of("hrm_text")
+    expected = causal.expected(agreement.PROMPT, 0, 2).log_softmax(-1)[range(22), agreement.PROMPT[1:]]
+    assert causal.model(max_chunk=6).score(agreement.PROMPT) == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+def test_loops_that_share_a_plane_take_the_pages_of_one() -> None:
+    for name, more in (("dory last_loop", 0), ("dory", 3)):
+        runner = case_of(name).model().runner
+        one, two = (runner.pages_needed(make_plan(runner.config, loops=loops), 4) for loops in (1, 2))
+        assert two - one == more

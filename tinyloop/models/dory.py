@@ -135,18 +135,18 @@ def _rotary(facts: Facts, kind: str) -> Rotary:
 
 
 def _as_stored(weights: Weights) -> Weights:
-    """Released files name each half of a layer as a block of its own; those that transformers wrote do not."""
+    """Files have names of their own: released ones number the halves of a layer apart, transformers' do not."""
     if not weights.has("backbone.embeddings.weight"):
         return weights
-    return replace(weights, source=Renamed(weights.source, _released))
+    halves = weights.has("backbone.layers.0.mixer.q_proj.weight")
+    return replace(weights, source=Renamed(weights.source, partial(_stored_name, halves)))
 
 
-def _released(name: str) -> Stored:
+def _stored_name(halves: bool, name: str) -> Stored:
     if name == "model.embed_tokens.weight":
         return Stored("backbone.embeddings.weight")
-    _, _, layer, part, *rest = name.split(".")
-    block = 2 * int(layer) + (part in ("mlp", "lambda_2"))
-    if part.startswith("lambda"):
-        return Stored(f"backbone.layers.{block}.{'attn' if part == 'lambda_1' else 'mlp'}_alpha")
-    rest = ["g_proj" if part == "self_attn" and one == "gate_proj" else one for one in rest]
-    return Stored(f"backbone.layers.{block}.mixer.{'.'.join(rest)}")
+    _, _, layer, part, *rest = name.replace("self_attn.gate_proj", "self_attn.g_proj").split(".")
+    if halves:
+        layer = str(2 * int(layer) + (part in ("mlp", "lambda_2")))
+        part = {"lambda_1": "attn_alpha", "lambda_2": "mlp_alpha"}.get(part, "mixer")
+    return Stored(".".join(("backbone.layers", layer, part, *rest)))
