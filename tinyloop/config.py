@@ -88,10 +88,10 @@ class Layout:
 
 @dataclass(frozen=True)
 class Rotary:
-    """One table of rotary angles: its base, and how Llama 3 stretches it (None: not at all).
+    """One table of rotary angles: its base, and how Llama 3 stretches it.
 
     Wavelengths above `context / low` are `factor` times as long, those below `context / high` stay, between the two the
-    stretch goes over smoothly.
+    stretch goes over smoothly. Where a file holds the stretch of each pair of channels itself, it is in `stretch`.
     """
 
     theta: float
@@ -99,6 +99,7 @@ class Rotary:
     low: float = 1.0
     high: float = 4.0
     context: int = 0
+    stretch: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,6 +147,8 @@ class ModelConfig:
                 raise CheckpointError(f"config: {name} must be at least 1, got {shown(getattr(self, name))}")
         if self.head_dim % 2:  # rope turns one half of a head against the other
             raise CheckpointError(f"config: head_dim must be even, got {shown(self.head_dim)}")
+        if any(rotary.stretch and 2 * len(rotary.stretch) != self.head_dim for rotary in self.rotary):
+            raise CheckpointError(f"config: the rope stretch is not that of {self.head_dim // 2} pairs of channels")
         if self.num_heads % self.num_kv_heads:
             raise CheckpointError(
                 f"config: {self.num_heads} attention heads are not a multiple of {self.num_kv_heads} key-value heads"

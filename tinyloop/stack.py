@@ -104,6 +104,8 @@ class LoopedStack:
 def frequencies(rotary: Rotary, head_dim: int) -> Tensor:
     """Radians per token of each pair of channels, [head_dim / 2] (Su et al. 2021; stretched: Llama 3)."""
     plain = rotary.theta ** -(torch.arange(0, head_dim, 2).float() / head_dim)
+    if rotary.stretch:
+        return plain / torch.tensor(rotary.stretch)
     if rotary.factor == 1:
         return plain
     waves = rotary.context * plain / (2 * math.pi)  # how many fit into the original context

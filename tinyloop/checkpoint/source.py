@@ -15,7 +15,8 @@ from tinyloop.tokenizer import Tokenizer
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 # Buffers that some checkpoints store although every model derives them from its config.
-_DERIVED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", "freqs_cis")
+_DERIVED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", "freqs_cis",
+            "rope_freqs.weight")  # fmt: skip
 
 
 class TensorSource(Protocol):

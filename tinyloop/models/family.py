@@ -147,11 +147,16 @@ class Facts:
         sections = [section for section in map(self.section, keys) if section.raw]
         rope = sections[0] if sections else Facts({})
         kind = rope.raw.get("rope_type", rope.raw.get("type", "default"))
-        if kind not in ("default", "llama3"):
+        if kind not in ("default", "llama3", "stretch"):
             raise CheckpointError(f"config.json: rope type {shown(kind)} is not supported")
         for facts in (self, rope):
             facts.refuse("partial_rotary_factor", None, 1)
         theta = rope.positive("rope_theta", self.positive("rope_theta", default))
+        if kind == "stretch":  # what a GGUF file says
+            stretch = tuple(rope.raw["stretch"])
+            if not all(0 < one <= sys.float_info.max for one in stretch):
+                raise CheckpointError("config.json: rope stretch must hold finite numbers above 0")
+            return Rotary(theta, stretch=stretch)
         return Rotary(theta) if kind == "default" else rope.stretched(theta)
 
     def stretched(self, theta: float) -> Rotary:
