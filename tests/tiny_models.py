@@ -86,5 +86,5 @@ def greedy_by_oracle(model: Model, prompt: list[int], count: int, loops: int, wi
     """The answer that the slow oracle gives: the whole sequence again for every token."""
     tokens = list(prompt)
     for _ in range(count):
-        tokens.append(int(model.oracle(tokens, loops, window)[-1].argmax()))
+        tokens.append(int(model.oracle(tokens, loops, window, len(prompt))[-1].argmax()))
     return tokens[len(prompt) :]
