@@ -154,7 +154,7 @@ class Engine:
         prepared = Prepared(req, prompt, plan, self.model.config.boundary_loops)
         while True:
             try:
-                self.runner.check_request(prepared.plan, prompt, prepared.new_tokens, req.sampling)
+                self.runner.check_request(prepared.plan, prompt, prepared.new_tokens, req.sampling, _scored(req))
                 return prepared
             except NeverFits:
                 if prepared.plan.loops <= (req.min_loops or loops):
@@ -176,13 +176,12 @@ class Engine:
     def admit(self, prepared: Prepared, pool: PrefixPool | None = None) -> Lease | None:
         """A lease, or None while there is no room. Never during a step."""
         req = prepared.req
-        scored = req.mode == "score"
         return self.runner.admit(
             prepared.prompt,
             prepared.plan,
             max_new_tokens=prepared.new_tokens,
             sampling=req.sampling,
-            prompt_logprobs=req.prompt_logprobs or 0 if scored else req.prompt_logprobs,
+            prompt_logprobs=_scored(req),
             pool=pool if req.mode == "generate" else None,
             salt=req.cache_salt,
         )
@@ -247,6 +246,11 @@ def _step_aside() -> None:
     threads that help with a kernel inherit this. Only Linux has it by thread."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+
+
+def _scored(req: GenerationRequest) -> int | None:
+    """How many likely tokens to name beside each of the prompt's; None if its log-probabilities are not wanted."""
+    return req.prompt_logprobs or 0 if req.mode == "score" else req.prompt_logprobs
 
 
 def _check_mode(req: GenerationRequest) -> None:

@@ -4,9 +4,14 @@ Shares no code with the library; it reads the checkpoint's own tensor names.
 """
 
 import math
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+
+
+def make(config: dict, tensors: dict[str, Tensor]) -> Callable[[Sequence[int], int, int], Tensor]:
+    return lambda tokens, prompt, loops: forward(tensors, config, list(tokens), loops)[0]
 
 
 def forward(tensors: dict[str, Tensor], config: dict, tokens: list[int], loops: int) -> tuple[Tensor, Tensor]:
@@ -56,12 +61,11 @@ def _attention(w: dict[str, Tensor], config: dict, x: Tensor) -> Tensor:
 def _rotate(x: Tensor, theta: float) -> Tensor:
     out = x.clone()
     half = x.shape[1] // 2
-    for position in range(len(x)):
-        for i in range(half):
-            angle = position * theta ** (-2 * i / x.shape[1])
-            a, b = x[position, i], x[position, i + half]
-            out[position, i] = a * math.cos(angle) - b * math.sin(angle)
-            out[position, i + half] = b * math.cos(angle) + a * math.sin(angle)
+    for i in range(half):
+        angle = torch.arange(len(x)) * theta ** (-2 * i / x.shape[1])
+        a, b = x[:, i], x[:, i + half]
+        out[:, i] = a * angle.cos() - b * angle.sin()
+        out[:, i + half] = b * angle.cos() + a * angle.sin()
     return out
 
 

@@ -14,14 +14,16 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from tests.tiny import SPECIAL, byte_tokenizer, write_checkpoint
 from tests.tiny_models import raw_config
 from tinyloop.checkpoint import builtin, hub, open_checkpoint
 from tinyloop.checkpoint.gguf import GGUFFile
 from tinyloop.checkpoint.translate import pairs_to_halves, translate_config, translate_name
+from tinyloop.config import Rotary
 from tinyloop.errors import CheckpointError
+from tinyloop.model import Model
 from tinyloop.models.registry import family_of
 
 CONFIG = {"model_type": "llama", "hidden_size": 4}
@@ -172,7 +174,7 @@ def test_rope_facts_may_stand_in_either_section_or_none() -> None:
     theta = {"rope_type": "default", "rope_theta": 5.0, "partial_rotary_factor": 1.0}
     for changes in ({"rope_parameters": theta}, {"rope_parameters": {}, "rope_scaling": theta}, {"rope_theta": 5.0}):
         raw = raw_config("llama", **changes)
-        assert family_of(raw).config(raw).rope_theta == 5.0
+        assert family_of(raw).config(raw).rotary == (Rotary(5.0),)
     raw = raw_config("llama", rope_parameters={**theta, "partial_rotary_factor": 0.25})
     with pytest.raises(CheckpointError, match="partial_rotary_factor"):
         family_of(raw).config(raw)
@@ -284,11 +286,15 @@ def stored(name: str, tensor: torch.Tensor, arch: str) -> torch.Tensor:
     return to_pairs(tensor, heads) if heads and arch == "llama" else tensor
 
 
+KINDS = ("weight", "bias")
+
+
 def gguf_name(name: str) -> str:
     """By search: the one GGUF name that translates to `name`."""
     parts = ["attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_norm", "ffn_gate", "ffn_up", "ffn_down"]
     names = ["token_embd.weight", "output_norm.weight", "output.weight"]
-    names += [f"blk.{i}.{part}.weight" for i in range(2) for part in parts]
+    parts += ["attn_q_norm", "attn_k_norm"]
+    names += ["rope_freqs.weight", *(f"blk.{i}.{part}.{kind}" for i in range(2) for part in parts for kind in KINDS)]
     return next(candidate for candidate in names if translate_name(candidate) == name)
 
 
@@ -335,6 +341,29 @@ def test_gguf_gives_hugging_face_names_and_row_order(tmp_path: Path, llama: dict
     for name, tensor in llama.items():
         assert torch.equal(checkpoint.take(name, tuple(tensor.shape)), tensor)
     checkpoint.finish()
+
+
+STRETCHED = {"rope_type": "llama3", "rope_theta": 5000.0, "factor": 8.0, "low_freq_factor": 1.0,
+             "high_freq_factor": 4.0, "original_max_position_embeddings": 32}  # fmt: skip
+
+
+@pytest.mark.parametrize("arch", ["llama", "llama 3", "qwen2", "qwen3"])
+def test_a_gguf_model_computes_what_the_original_computes(tmp_path: Path, arch: str) -> None:
+    kind, rope = arch.split()[0], {"rope_parameters": STRETCHED} if arch == "llama 3" else {}
+    raw = {**LLAMA.to_dict(), "model_type": kind, "head_dim": 8, **rope}
+    torch.manual_seed(0)
+    original = AutoModelForCausalLM.from_config(AutoConfig.for_model(**raw)).eval()
+    for parameter in original.parameters():
+        parameter.data.add_(0.2 * torch.randn_like(parameter))  # norms and biases too
+    tensors = {name: tensor for name, tensor in original.state_dict().items() if name != "lm_head.weight"}
+    if rope:
+        plain = 5000.0 ** -(torch.arange(0, 8, 2) / 8)
+        tensors["rope_freqs.weight"] = plain / original.model.rotary_emb.inv_freq
+    model = Model.load(write_gguf(tmp_path / "m.gguf", tensors, kind), dtype="float32")
+    tokens = list(range(60, 100))
+    with torch.no_grad():
+        expected = original(torch.tensor([tokens])).logits[0]
+    assert torch.allclose(model.oracle(tokens), expected, atol=1e-4)
 
 
 def test_gguf_config_says_what_the_original_said(tmp_path: Path, llama: dict[str, torch.Tensor]) -> None:

@@ -5,6 +5,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -41,11 +42,14 @@ def _forget() -> None:
     native._kernel.cache_clear()
 
 
-def near(got: Tensor, exact: Tensor) -> bool:
-    """Within 1e-5 in float32; in bfloat16 within two units in the last place of the exact value."""
+def near(got: Tensor, exact: Tensor, size: float = 1.0) -> bool:
+    """Within 1e-5 in float32; in bfloat16 within two units in the last place of the exact value.
+
+    `size`: the largest number that enters a sum. What is rounded there does not shrink when the sum is small.
+    """
     assert got.shape == exact.shape
     bound = 1e-5 if got.dtype == torch.float32 else 2**-7
-    return bool(torch.allclose(got.float(), exact.float(), rtol=bound, atol=bound / 4))
+    return bool(torch.allclose(got.float(), exact.float(), rtol=bound, atol=bound / 4 * max(size, 1)))
 
 
 @many
@@ -126,7 +130,47 @@ def test_attention_of_mixed_segments(
     for page_row in (0, 1):
         got = native.attention(q, keys, values, reads, page_row)
         exact = reference.attention(q.float(), keys.float(), values.float(), wide, page_row)
-        assert near(got, exact)
+        assert near(got, exact, float(values.abs().max()))  # weights are rounded
+
+
+@many
+@given(
+    segments=st.lists(st.tuples(st.integers(0, 90), st.integers(1, 40)), min_size=1, max_size=4),
+    page_size=st.sampled_from([1, 3, 16]), window=st.sampled_from([0, 5, 40]), layer=st.integers(1, 60),
+    seed=st.integers(0, 99),
+)  # fmt: skip
+def test_a_layer_with_a_window_sees_the_nearer_of_both(
+    level: str, segments: list[tuple[int, int]], page_size: int, window: int, layer: int, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    keys, values = torch.randn(2, 40, page_size, 2, 12)
+    q = torch.randn(sum(rows for _, rows in segments), 4, 12)
+    reads = history(segments, page_size, window, 2, torch.float32, 40, seed)
+    both = min(window, layer) if window else layer
+    same_pages = Reads(reads.spans.clone(), reads.pages, page_size, 2, torch.float32)
+    same_pages.spans[:, 3] = both
+    for kernels in (native, reference):
+        assert near(kernels.attention(q, keys, values, reads.within(layer), 1),
+                    reference.attention(q, keys, values, same_pages, 1))  # fmt: skip
+
+
+@pytest.mark.parametrize("window", [0, 4])
+def test_rows_that_look_ahead_see_their_segment_and_no_more(level: str, window: int) -> None:
+    torch.manual_seed(3)
+    keys, values = torch.randn(2, 40, 4, 2, 12)
+    segments = [(0, 9), (0, 7), (5, 3)]
+    causal = history(segments, 4, window, 2, torch.float32, 40, 0)
+    reads = replace(causal, ahead=torch.tensor([False, True, False]))
+    q = torch.randn(19, 4, 12)
+    got, others = native.attention(q, keys, values, reads, 0), [*range(9), *range(16, 19)]
+    assert near(got[others], reference.attention(q, keys, values, causal, 0)[others])
+    _, _, _, _, _, offset = causal.spans[1].tolist()
+    for row in range(7):
+        seen = slice(max(0, row - window + 1) if window else 0, 7)
+        k, v = (cache[causal.pages[0, offset : offset + 2]].flatten(0, 1)[seen].repeat_interleave(2, 1)
+                for cache in (keys, values))  # fmt: skip
+        weights = (torch.einsum("hd,khd->hk", q[9 + row], k) / 12**0.5).softmax(-1)
+        assert near(got[9 + row], torch.einsum("hk,khd->hd", weights, v).flatten())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

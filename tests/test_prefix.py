@@ -1,6 +1,7 @@
 """Prefixes that serve every depth: an answer from a kept prefix equals a cold one, however deep either was run."""
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 import tinyloop as tl
 from tests.tiny_models import GREEDY, RETROFIT, greedy_by_oracle, tiny_model
 from tinyloop import oracle
-from tinyloop.config import prefix_serves_every_depth
+from tinyloop.config import Layout, prefix_serves_every_depth
 from tinyloop.model import Generation, Model
 from tinyloop.plan import make_plan
 from tinyloop.sequence import Lease
@@ -136,11 +137,19 @@ def test_a_family_whose_planes_depend_on_the_depth_shares_at_one_depth_only() ->
     assert ask(model, pool, prompt, 4).cached_tokens == 19
 
 
-@pytest.mark.parametrize("fact", ["loop_reads_total", "shared_planes", "random_start", "bidirectional_prompt"])
-def test_each_fact_alone_forbids_sharing_between_depths(fact: str) -> None:
+@pytest.mark.parametrize(
+    "fact",
+    [
+        {"loop_reads_total": True},
+        {"random_start": True},
+        {"bidirectional_prompt": True},
+        {"layout": Layout(0, 3, 0, one_plane=True)},
+    ],
+)
+def test_each_fact_alone_forbids_sharing_between_depths(fact: dict[str, object]) -> None:
     config = model_of("ouro").config
     assert prefix_serves_every_depth(config)
-    assert not prefix_serves_every_depth(type(config)(**vars(config) | {fact: True}))
+    assert not prefix_serves_every_depth(replace(config, **fact))
 
 
 # Negative controls: the bugs that these tests are there to see
@@ -151,11 +160,13 @@ def test_sharing_planes_between_loops_would_change_the_answer() -> None:
     tokens = list(range(30, 60))
 
     class OnePlane(oracle._Attention):
-        def __call__(self, layer, q, k, v, rope):  # every loop reads the first loop's keys and values
-            k, v = self.kept.setdefault(layer, (k, v))
-            self.kept[layer] = k, v
-            self.active = torch.zeros_like(self.active)
-            return super().__call__(layer, q, k, v, rope)
+        def __call__(self, layer, q, k, v, rope, **look):  # every loop reads the first loop's keys and values
+            active = self.active
+            if layer in self.kept:
+                self.active = torch.zeros_like(active)
+            seen = super().__call__(layer, q, k, v, rope, **look)
+            self.active = active
+            return seen
 
     right = model.oracle(tokens, 4)
     with pytest.MonkeyPatch.context() as patch:

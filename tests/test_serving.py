@@ -75,6 +75,28 @@ async def test_no_policy_changes_an_answer(policy: dict[str, int]) -> None:
     assert [list(r.token_ids) for r in got] == [greedy_by_oracle(model, p, 6, loops) for p, loops in jobs]
 
 
+WHOLE = {
+    "dory": {"recurrent_kv_cache_mode": "last_loop", "n_input_layers": 2, "n_output_layers": 1,
+             "initializer_range": 0.3, "ngpt_alpha_init": 0.3, "sliding_window": 5},
+    "hrm_text": {"num_hidden_layers": 2, "num_key_value_heads": 4, "L_cycles": 2},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", WHOLE)
+async def test_prompts_that_run_whole_are_served_beside_others_in_little_room(kind: str) -> None:
+    model = tiny_model(kind, pages=100 if kind == "dory" else 33, **WHOLE[kind])
+    jobs = [([i, *range(2 * i)], 1 + i % 3) for i in range(6)]
+    alone = [model.generate(prompt, max_new_tokens=30, loops=loops, sampling=GREEDY) for prompt, loops in jobs]
+    yields = 0.0
+    for mode in DispatchMode:
+        async with serving(model, policy=Policy(mode, row_budget=3)) as scheduler:
+            got = await asyncio.gather(*(scheduler.submit(request(prompt, 30, loops=loops)) for prompt, loops in jobs))
+            yields += metric(scheduler, "tinyloop_preemptions_total")
+        assert [result.token_ids for result in got] == [answer.token_ids for answer in alone]
+        assert {result.cached_tokens for result in got} == {0}
+    assert yields, "the test needs requests that are read again"
+
+
 async def test_a_stream_gives_the_tokens_of_the_whole_answer() -> None:
     model = tiny_model("ouro")
     async with serving(model) as scheduler:

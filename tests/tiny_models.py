@@ -19,14 +19,17 @@ RETROFIT = {"retrofit": {"prelude": 2, "core": 2, "default_loops": 2, "max_loops
 
 
 class RandomTensors:
-    """A checkpoint in which every tensor exists, drawn from its name.
+    """A checkpoint in which every tensor exists, drawn from its name. Who asks is told only of those in `has`.
 
     At `scale` 2 answers are lively, but a looped model then amplifies rounding; a small scale keeps logits comparable.
     """
 
-    def __init__(self, scale: float = 2.0) -> None:
-        self.scale = scale
+    def __init__(self, scale: float = 2.0, has: tuple[str, ...] = ()) -> None:
+        self.scale, self._has = scale, has
         self.taken: dict[str, torch.Tensor] = {}
+
+    def has(self, name: str) -> bool:
+        return name in self._has
 
     def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4])
@@ -83,5 +86,5 @@ def greedy_by_oracle(model: Model, prompt: list[int], count: int, loops: int, wi
     """The answer that the slow oracle gives: the whole sequence again for every token."""
     tokens = list(prompt)
     for _ in range(count):
-        tokens.append(int(model.oracle(tokens, loops, window)[-1].argmax()))
+        tokens.append(int(model.oracle(tokens, loops, window, len(prompt))[-1].argmax()))
     return tokens[len(prompt) :]

@@ -19,25 +19,32 @@ from tinyloop.sequence import Segment
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """`positions`, `loops`: [rows]; `slots`: [page rows, rows], where each row keeps its KV; `reads`: how it looks."""
+    """`positions`, `loops`: [rows]; `slots`: [page rows, rows], where each row keeps its KV; `reads`: how it looks.
+
+    `first` is how it looks at the plane of the first loop, for a model that does.
+    """
 
     positions: Tensor
     loops: Tensor
     slots: Tensor
     reads: Reads
+    first: Reads | None = None
 
     @classmethod
     def build(
         cls, segments: Sequence[Segment], section: Section, config: ModelConfig, dtype: torch.dtype
     ) -> "PackedBatch":
-        planes = [_planes(segment, section, config.layout) for segment in segments]
+        planes = [_plane(section, s.loop if section == "core" else 0, config.layout) for s in segments]
         positions = np.concatenate([np.arange(s.start, s.end) for s in segments])
         loops = np.repeat([s.loop for s in segments], [s.rows for s in segments])
         slots = np.concatenate([_slots(s, rows) for s, rows in zip(segments, planes, strict=True)], axis=1)
-        reads = _reads(segments, planes, config.num_heads // config.num_kv_heads, dtype)
-        return cls(
-            torch.from_numpy(positions), torch.from_numpy(loops), torch.from_numpy(np.ascontiguousarray(slots)), reads
-        )
+        reads = _reads(segments, planes, config, dtype)
+        first = None
+        if config.loop_window and section == "core":
+            planes = [_plane(section, 0, config.layout)] * len(segments)
+            first = _reads(segments, planes, config, dtype) if loops.any() else reads
+        slots = np.ascontiguousarray(slots)
+        return cls(torch.from_numpy(positions), torch.from_numpy(loops), torch.from_numpy(slots), reads, first)
 
 
 def flat_slots(segment: Segment, rows: slice) -> NDArray[np.int64]:
@@ -45,9 +52,9 @@ def flat_slots(segment: Segment, rows: slice) -> NDArray[np.int64]:
     return _slots(segment, rows).ravel()
 
 
-def _planes(segment: Segment, section: Section, layout: Layout) -> slice:
-    """The rows of the segment's page table that belong to the plane it is in."""
-    first = layout.first_row(section, segment.loop if section == "core" else 0)
+def _plane(section: Section, loop: int, layout: Layout) -> slice:
+    """The rows of a page table that belong to a plane."""
+    first = layout.first_row(section, loop)
     return slice(first, first + layout.pages(section))
 
 
@@ -65,7 +72,7 @@ def _blocks(segment: Segment) -> tuple[int, int]:
     return first, (segment.end - 1) // table.page_size + 1
 
 
-def _reads(segments: Sequence[Segment], planes: Sequence[slice], shared: int, dtype: torch.dtype) -> Reads:
+def _reads(segments: Sequence[Segment], planes: Sequence[slice], config: ModelConfig, dtype: torch.dtype) -> Reads:
     page_size = segments[0].lease.pages.page_size
     spans, pages = [], []
     row = offset = 0
@@ -75,4 +82,13 @@ def _reads(segments: Sequence[Segment], planes: Sequence[slice], shared: int, dt
         pages.append(segment.lease.pages.ids[rows, first:last])
         row, offset = row + segment.rows, offset + last - first
     ids = np.ascontiguousarray(np.concatenate(pages, axis=1), dtype=np.int64)
-    return Reads(torch.tensor(spans), torch.from_numpy(ids), page_size, shared, dtype)
+    shared = config.num_heads // config.num_kv_heads
+    return Reads(torch.tensor(spans), torch.from_numpy(ids), page_size, shared, dtype, _ahead(segments, config))
+
+
+def _ahead(segments: Sequence[Segment], config: ModelConfig) -> Tensor | None:
+    """Which segments are prompts that are read both ways, if any."""
+    if not config.bidirectional_prompt:
+        return None
+    ahead = [s.rows > 1 and s.start < s.lease.prompt_tokens for s in segments]
+    return torch.tensor(ahead) if any(ahead) else None

@@ -41,16 +41,18 @@ class Retrofit:
 
 @dataclass(frozen=True)
 class Layout:
-    """How layers are split into sections, and what one KV page covers.
+    """How layers are split into sections, and what one KV page covers. A layer that a loop applies several times, each
+    time with keys and values of their own, counts as often (HRM-Text).
 
     A page holds `page_size` tokens of `layers_per_page` layers of one plane. That is the whole plane where only the
     core has layers (Ouro); with a prelude and a coda it is their greatest common divisor, so that any page of the one
-    pool can serve any plane.
+    pool can serve any plane. With `one_plane` all loops of the core share one: each overwrites its own rows there.
     """
 
     prelude: int
     core: int
     coda: int
+    one_plane: bool = False
 
     @property
     def layers(self) -> int:
@@ -72,7 +74,8 @@ class Layout:
 
     def rows(self, loops: int) -> int:
         """Pages that `page_size` tokens take in all planes at `loops`: the rows of a page table."""
-        return self.pages("prelude") + self.pages("coda") + loops * self.pages("core")
+        planes = min(loops, 1) if self.one_plane else loops
+        return self.pages("prelude") + self.pages("coda") + planes * self.pages("core")
 
     def first_row(self, section: Section, loop: int = 0) -> int:
         """Where a plane's rows begin in a page table. The core comes last, so deeper plans only add rows."""
@@ -80,15 +83,33 @@ class Layout:
             return 0
         if section == "coda":
             return self.pages("prelude")
-        return self.rows(loop)
+        return self.rows(0 if self.one_plane else loop)
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """One table of rotary angles: its base, and how Llama 3 stretches it.
+
+    Wavelengths above `context / low` are `factor` times as long, those below `context / high` stay, between the two the
+    stretch goes over smoothly. Where a file holds the stretch of each pair of channels itself, it is in `stretch`.
+    """
+
+    theta: float
+    factor: float = 1.0
+    low: float = 1.0
+    high: float = 4.0
+    context: int = 0
+    stretch: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """What a model is. Sizes in elements, `max_context` in tokens.
 
-    `loop_decay` is the retrofit's step schedule (None: each loop replaces the state). `trained_loops` is the depth the
-    weights were trained at; `adaptive` says whether the checkpoint has an exit signal.
+    The core carries `carried` vectors of `hidden_size` from loop to loop: one, or as many as the family keeps beside
+    it. `rotary` are the tables of rotary angles that layers choose from. `loop_decay` is the retrofit's step schedule
+    (None: each loop replaces the state). `trained_loops` is the depth the weights were trained at; `adaptive` says
+    whether the checkpoint has an exit signal.
     """
 
     family: str
@@ -100,16 +121,22 @@ class ModelConfig:
     head_dim: int
     max_context: int
     norm_eps: float
-    rope_theta: float
+    rotary: tuple[Rotary, ...]
     tie_embeddings: bool
     layout: Layout
+    carried: int = 1
     default_loops: int = 1
     max_loops: int = 1
     trained_loops: int = 1
     loop_decay: float | None = None
     adaptive: bool = False
+    embedding_scale: float = 1.0
+    norm_each_loop: bool = False  # a loop ends with the final norm, so the head needs none
+    loop_window: int = 0  # every loop also reads the first loop's plane, and so many tokens of its own; 0: only its own
+    gated_attention: bool = False  # what attention found is gated by another projection of its input
+    own_layers: int = 0  # layers with weights of their own; 0: as many as the layout counts
+    other_parameters: int = 0  # weights of matrices outside of layers and embeddings
     loop_reads_total: bool = False  # something fed to the core depends on how many loops there will be
-    shared_planes: bool = False  # a loop reads another loop's keys and values, or a window over loops
     random_start: bool = False  # the core starts from noise, or from another token's last state
     bidirectional_prompt: bool = False  # prompt tokens look ahead
 
@@ -120,12 +147,24 @@ class ModelConfig:
                 raise CheckpointError(f"config: {name} must be at least 1, got {shown(getattr(self, name))}")
         if self.head_dim % 2:  # rope turns one half of a head against the other
             raise CheckpointError(f"config: head_dim must be even, got {shown(self.head_dim)}")
+        if any(rotary.stretch and 2 * len(rotary.stretch) != self.head_dim for rotary in self.rotary):
+            raise CheckpointError(f"config: the rope stretch is not that of {self.head_dim // 2} pairs of channels")
         if self.num_heads % self.num_kv_heads:
             raise CheckpointError(
                 f"config: {self.num_heads} attention heads are not a multiple of {self.num_kv_heads} key-value heads"
             )
         if self.layout.core < 1 or self.layout.prelude < 0 or self.layout.coda < 0:
             raise CheckpointError(f"config: the layers do not split into prelude, core and coda: {self.layout}")
+
+    @property
+    def state_size(self) -> int:
+        """Elements of what the core carries from loop to loop."""
+        return self.carried * self.hidden_size
+
+    @property
+    def whole_prompt(self) -> bool:
+        """Whether what is computed depends on where the prompt is cut, so that it runs in one piece and alone."""
+        return self.layout.one_plane or self.bidirectional_prompt
 
     @property
     def kv_elements(self) -> int:
@@ -136,13 +175,13 @@ class ModelConfig:
     def layer_parameters(self) -> int:
         """Weights in the matrices of one layer."""
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        return self.hidden_size * (2 * q + 2 * kv + 3 * self.intermediate_size)
+        return self.hidden_size * ((3 if self.gated_attention else 2) * q + 2 * kv + 3 * self.intermediate_size)
 
     @property
     def parameters(self) -> int:
         """How many weights the matrices and embeddings hold (norms and gates left out)."""
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
-        return self.layer_parameters * self.layout.layers + embeddings
+        return self.layer_parameters * (self.own_layers or self.layout.layers) + embeddings + self.other_parameters
 
     @property
     def boundary_loops(self) -> float:
@@ -159,8 +198,8 @@ def prefix_serves_every_depth(config: ModelConfig) -> bool:
     """Whether plane r of a token prefix is the same however many loops a request runs.
 
     Plane r depends on the tokens and on planes 1..r alone exactly when nothing fed to the core depends on the number of
-    loops to come, loop r reads plane r of the history and no other, the core starts from the prelude, and no token
-    looks ahead. Then a prefix held to depth R serves every request of at most R loops, and the state that it left
-    carries it deeper. A coda's planes always belong to one depth; they are rebuilt from the state at that depth.
+    loops to come, no loop reads what a later one left, the core starts from the prelude, and no token looks ahead. Then
+    a prefix held to depth R serves every request of at most R loops, and the state that it left carries it deeper. A
+    coda's planes always belong to one depth; they are rebuilt from the state at that depth.
     """
-    return not (config.loop_reads_total or config.shared_planes or config.random_start or config.bidirectional_prompt)
+    return not (config.loop_reads_total or config.random_start or config.whole_prompt)

@@ -1,4 +1,4 @@
-"""Norms, attention and MLPs. A layer knows its weights and the equation; not pages, not batches, not loops.
+"""Norms, attention and MLPs. A layer knows its weights and the equation; not pages, not batches.
 
 Where keys and values are kept and what a row may look at is the business of `attend`, which the caller passes in. The
 packed step and the slow oracle run these same layers with different `attend`.
@@ -7,19 +7,11 @@ packed step and the slow oracle run these same layers with different `attend`.
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from tinyloop import kernels
 from tinyloop.kernels import Linear
-
-
-class Attend(Protocol):
-    """q: [rows, heads, head_dim], k and v: [rows, kv_heads, head_dim] -> [rows, heads * head_dim].
-
-    Queries and keys come as projected; `rope` is still to be applied, on the way to where keys are kept.
-    """
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, rope: "Rope") -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -30,14 +22,45 @@ class Rope:
     sin: Tensor
 
 
+@dataclass(frozen=True)
+class At:
+    """Where rows stand: their angles by each of the model's rotary tables, and which loop, from 0, they run [rows]."""
+
+    ropes: tuple[Rope, ...]
+    loops: Tensor
+
+
+class Attend(Protocol):
+    """q: [rows, heads, head_dim], k and v: [rows, kv_heads, head_dim] -> [rows, heads * head_dim].
+
+    Queries and keys come as projected; `rope` is still to be applied, on the way to where keys are kept. `window`: a
+    row sees so many of the most recent tokens, itself included; 0 means all. `scale` [heads, head_dim] multiplies the
+    turned queries. With `first` nothing is kept, and what is read is the first loop's plane instead of the row's own.
+    """
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rope: Rope,
+        *,
+        window: int = 0,
+        scale: Tensor | None = None,
+        first: bool = False,
+    ) -> Tensor: ...
+
+
 class Layer(Protocol):
     """One transformer layer: [rows, hidden_size] -> [rows, hidden_size]."""
 
-    def __call__(self, h: Tensor, rope: Rope, attend: Attend) -> Tensor: ...
+    def __call__(self, h: Tensor, at: At, attend: Attend) -> Tensor: ...
 
 
 @dataclass(frozen=True)
 class RMSNorm:
+    """Over the last dimension: of a state, or of each head."""
+
     weight: Tensor
     eps: float
 
@@ -47,19 +70,48 @@ class RMSNorm:
 
 @dataclass(frozen=True)
 class Attention:
-    """Grouped-query attention (Ainslie et al. 2023), plus `added`. `qkv` is the three projections in one."""
+    """Grouped-query attention (Ainslie et al. 2023), plus `added`. `qkv` is the three projections in one.
+
+    `rope` is which rotary table it turns by, `window` how many tokens it sees (0: all).
+    """
 
     qkv: Linear
     out: Linear
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    bias: Tensor | None = None  # of `qkv`
+    q_norm: RMSNorm | None = None
+    k_norm: RMSNorm | None = None
+    rope: int = 0
+    window: int = 0
 
-    def __call__(self, x: Tensor, rope: Rope, attend: Attend, added: Tensor | None = None) -> Tensor:
-        heads = self.qkv(x).view(x.shape[0], -1, self.head_dim)
+    def __call__(self, x: Tensor, at: At, attend: Attend, added: Tensor | None = None) -> Tensor:
+        q, k, v = self.heads(x)
+        return self.out(attend(q, k, v, at.ropes[self.rope], window=self.window), added)
+
+    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values: parts of one product, which is normed where it lies."""
+        product = self.qkv(x) if self.bias is None else self.qkv(x) + self.bias
+        heads = product.view(x.shape[0], -1, self.head_dim)
         keys, values = self.num_heads, self.num_heads + self.num_kv_heads  # where they begin
         q, k, v = heads[:, :keys], heads[:, keys:values], heads[:, values:]
-        return self.out(attend(q, k, v, rope), added)
+        for part, norm in ((q, self.q_norm), (k, self.k_norm)):
+            if norm is not None:
+                part.copy_(norm(part.contiguous()))
+        return q, k, v
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedAttention(Attention):
+    """Attention whose outcome is weighed by `sigmoid(gate(x))` before the last projection (Qiu et al. 2025)."""
+
+    gate: Linear
+
+    def __call__(self, x: Tensor, at: At, attend: Attend, added: Tensor | None = None) -> Tensor:
+        q, k, v = self.heads(x)
+        found = attend(q, k, v, at.ropes[self.rope], window=self.window)
+        return self.out(torch.sigmoid(self.gate(x)) * found, added)
 
 
 @dataclass(frozen=True)
@@ -82,8 +134,8 @@ class PreNormLayer:
     mlp_norm: RMSNorm
     mlp: GatedMLP
 
-    def __call__(self, h: Tensor, rope: Rope, attend: Attend) -> Tensor:
-        h = self.attn(self.attn_norm(h), rope, attend, added=h)
+    def __call__(self, h: Tensor, at: At, attend: Attend) -> Tensor:
+        h = self.attn(self.attn_norm(h), at, attend, added=h)
         return self.mlp(self.mlp_norm(h), added=h)
 
 
@@ -98,6 +150,6 @@ class SandwichLayer:
     mlp: GatedMLP
     mlp_out_norm: RMSNorm
 
-    def __call__(self, h: Tensor, rope: Rope, attend: Attend) -> Tensor:
-        h = self.attn_out_norm(self.attn(self.attn_norm(h), rope, attend), added=h)
+    def __call__(self, h: Tensor, at: At, attend: Attend) -> Tensor:
+        h = self.attn_out_norm(self.attn(self.attn_norm(h), at, attend), added=h)
         return self.mlp_out_norm(self.mlp(self.mlp_norm(h)), added=h)

@@ -38,7 +38,7 @@ class Leases:
     def pages_needed(self, plan: LoopPlan, tokens: int, *, keep: bool = False) -> int:
         """The most pages that `tokens` tokens hold at once; all of them, if what leaves the window is to be kept."""
         blocks = self._blocks(tokens)
-        if plan.cache_window and not keep:
+        if plan.cache_window and not keep and not self.config.whole_prompt:
             blocks = min(blocks, (plan.cache_window + self.max_chunk) // self.page_size + 2)
         return blocks * plan.rows
 
@@ -46,7 +46,12 @@ class Leases:
         return -(-tokens // self.page_size)
 
     def check_request(
-        self, plan: LoopPlan, prompt: Sequence[int], max_new_tokens: int, sampling: SamplingParams
+        self,
+        plan: LoopPlan,
+        prompt: Sequence[int],
+        max_new_tokens: int,
+        sampling: SamplingParams,
+        prompt_logprobs: int | None = None,
     ) -> None:
         """Refuse what can never run: an empty prompt, unknown ids, more than the context or the whole KV budget."""
         context, vocab = self.config.max_context, self.config.vocab_size
@@ -57,6 +62,8 @@ class Leases:
         if min(prompt) < 0 or max(prompt) >= vocab:
             raise RequestError("prompt", f"prompt: token ids must be between 0 and {vocab - 1}")
         _check_ids(sampling, vocab)
+        if prompt_logprobs is not None and self.config.bidirectional_prompt:
+            raise RequestError("prompt_logprobs", f"prompt_logprobs: {self.config.family} reads a prompt both ways")
         if len(prompt) + max_new_tokens > context:
             raise ContextOverflow(
                 "max_new_tokens",
@@ -85,7 +92,7 @@ class Leases:
         What `pool` holds of the prompt is not computed again; the finished prompt and answer go there. Requests with
         different `salt` share nothing. Raises RequestError for what could never run.
         """
-        self.check_request(plan, prompt, max_new_tokens, sampling)
+        self.check_request(plan, prompt, max_new_tokens, sampling, prompt_logprobs)
         ends = () if sampling.ignore_eos else self.tokenizer.eos_ids
         lease = Lease(
             plan=plan,
@@ -147,16 +154,24 @@ class Leases:
     def _offers(self, lease: Lease) -> list[Segment]:
         """In flight, then what may enter: tokens of a prefix that lack loops and the prompt behind them go together."""
         offers = list(lease.segments)
-        if lease.plan.cache_window and offers:
-            return offers  # a windowed prompt moves one chunk at a time, to hold few pages
+        # A windowed prompt moves one chunk at a time, to hold few pages. In a plane that all loops share, each segment
+        # reads what the last loop of those before it left.
+        alone = bool(lease.plan.cache_window) or self.layout.one_plane
+        if alone and offers:
+            return offers
         for span in lease.todo:
             if offers and span.start >= lease.known:
                 break  # the token that goes on after a yield comes behind everything that is read again
-            rows = min(span.end - span.start, self.max_chunk)
-            offers.append(Segment(lease, span.start, rows, lease.loops_at(span.start), span.loop))
-            if rows < span.end - span.start or lease.plan.cache_window:
+            offers.append(self._next_of(lease, span))
+            if offers[-1].end < span.end or alone:
                 break
         return offers
+
+    def _next_of(self, lease: Lease, span: Span) -> Segment:
+        whole = self.config.whole_prompt and span.start < lease.prompt_tokens
+        most = span.end if whole else 1 if self.layout.one_plane else self.max_chunk
+        rows, loops = min(span.end - span.start, most), lease.loops_at(span.start)
+        return Segment(lease, span.start, rows, loops, span.loop, whole=whole)
 
     def _start(self, segment: Segment) -> None:
         """The segment is in flight: no longer to do, and with pages to write to."""
@@ -232,7 +247,8 @@ class Leases:
 
     def _bound(self, pool: PrefixPool | None, plan: LoopPlan) -> PrefixPool | None:
         """The pool, if this plan's tokens may be shared: all of them ran the same, fixed number of loops."""
-        if pool is None or plan.loops != plan.prefill_loops or plan.exit_threshold is not None:
+        fixed = plan.loops == plan.prefill_loops and plan.exit_threshold is None
+        if pool is None or not fixed or self.config.whole_prompt:
             return None
         if not pool.bind(self.pool, self.layout, self.page_size, across_depths=self._across_depths):
             raise RequestError("pool", "this prefix pool holds the pages of another model")

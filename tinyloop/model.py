@@ -156,6 +156,10 @@ class Model:
         salt: str = "",
     ) -> int:
         """Compute a prefix and pin it in `pool`; returns the number of tokens cached."""
+        if self.config.whole_prompt:
+            raise RequestError(
+                "tokens", f"{self.config.family} runs each prompt as a whole: no prefix of it can be kept"
+            )
         plan = make_plan(self.config, loops=loops, cache_window=cache_window)
         kept: list[int] = []
         job = self._job(tokens, plan, pool=pool, salt=salt)
@@ -183,13 +187,22 @@ class Model:
         job = self._job(prompt, make_plan(self.config, loops=loops), prompt_logprobs=0)
         return [value.chosen for value in Batch(self.runner, [job]).run().leases[0].prompt_logprob_values]
 
-    def oracle(self, prompt: Prompt, loops: int | Sequence[int] | None = None, cache_window: int = 0) -> Tensor:
-        """Logits [tokens, vocab_size] by the slow way that fast paths are compared with."""
+    def oracle(
+        self,
+        prompt: Prompt,
+        loops: int | Sequence[int] | None = None,
+        cache_window: int = 0,
+        prompt_tokens: int | None = None,
+    ) -> Tensor:
+        """Logits [tokens, vocab_size] by the slow way that fast paths are compared with.
+
+        The first `prompt_tokens` (None: all) are the prompt, the others an answer; few families tell them apart.
+        """
         tokens = self.encode(prompt)
         if not tokens or min(tokens) < 0 or max(tokens) >= self.config.vocab_size:
             raise RequestError("prompt", f"prompt must hold token ids between 0 and {self.config.vocab_size - 1}")
         depths = [plan.loops for plan in self._plans(loops, len(tokens), cache_window)]
-        return oracle.logits(self.stack, tokens, depths, cache_window)
+        return oracle.logits(self.stack, tokens, depths, cache_window, prompt_tokens)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt given as text or as ids. Raises RequestError("prompt") for anything else."""
@@ -223,7 +236,7 @@ class Model:
         if not isinstance(sampling, SamplingParams):
             raise RequestError("sampling", f"sampling must be SamplingParams, got {shown(sampling)}")
         tokens = self.encode(prompt)
-        self.runner.check_request(plan, tokens, max_new_tokens, sampling)
+        self.runner.check_request(plan, tokens, max_new_tokens, sampling, more.get("prompt_logprobs"))
         return Job(tokens, plan, max_new_tokens, sampling, **more)
 
     def _run(self, jobs: Sequence[Job]) -> list[Generation]:
@@ -307,7 +320,6 @@ def machine_memory() -> int:
 
 def default_kv_memory(config: ModelConfig, dtype: torch.dtype) -> int:
     """Bytes: two full contexts at the default depth, at least 512 MiB, at most a quarter of the machine's memory."""
-    layout = config.layout
-    layers = layout.prelude + layout.coda + layout.core * config.default_loops
+    layers = config.layout.rows(config.default_loops) * config.layout.layers_per_page
     context = config.max_context * layers * config.kv_elements * dtype.itemsize
     return min(machine_memory() // 4, max(LEAST_KV_BYTES, 2 * context))

@@ -113,7 +113,7 @@ class Runner(Leases):
         if entering:
             ids = np.concatenate([s.lease.tokens[s.start : s.end] for s in entering])
             h = self.stack.embed(torch.from_numpy(ids))
-            self._keep(entering, self._section("prelude", entering, h))
+            self._keep(entering, self.stack.enter(self._section("prelude", entering, h)))
 
     def _core(self, segments: Sequence[Segment]) -> None:
         """One loop for every segment; prompt chunks that need nothing of the boundary end here."""
@@ -121,9 +121,9 @@ class Runner(Leases):
             return
         batch = PackedBatch.build(segments, "core", self.stack.config, self.stack.dtype)
         attend = partial(self.kv.attend, batch, "core")
-        h = self.stack.core(_states(segments), batch.positions, batch.loops, attend)
-        self.kv.keep_states(batch.slots[0], h)
-        self._keep(segments, h)
+        state = self.stack.core(_states(segments), batch.positions, batch.loops, attend)
+        self.kv.keep_states(batch.slots[0], state)
+        self._keep(segments, state)
         for segment in segments:
             segment.loop += 1
         self._apply_exits(segments)
@@ -137,7 +137,7 @@ class Runner(Leases):
         """Coda, head and sampling. Returns the tokens made, and the segments of the tokens that go on."""
         if not leaving:
             return [], []
-        h = self._section("coda", leaving, _states(leaving))
+        h = self._section("coda", leaving, self.stack.leave(_states(leaving)))
         wanted = [self._rows_for_head(s) for s in leaving]
         logits = self._logits(h, leaving, wanted)
         events: list[TokenEvent] = []
@@ -160,8 +160,8 @@ class Runner(Leases):
         return run(h, batch.positions, partial(self.kv.attend, batch, section))
 
     @staticmethod
-    def _keep(segments: Sequence[Segment], h: Tensor) -> None:
-        for segment, state in zip(segments, torch.split(h, [s.rows for s in segments]), strict=True):
+    def _keep(segments: Sequence[Segment], states: Tensor) -> None:
+        for segment, state in zip(segments, torch.split(states, [s.rows for s in segments]), strict=True):
             segment.state = state
 
     # Boundary details
@@ -248,6 +248,8 @@ class Runner(Leases):
 
     def _fill_planes(self, segment: Segment) -> None:
         """Tokens that stop early leave their last plane's keys and values in the deeper planes of the plan."""
+        if self.layout.one_plane:
+            return
         pages = self.layout.pages("core")
         for loop in range(segment.loop, segment.lease.plan.loops):
             source = self.layout.first_row("core", segment.loop - 1)

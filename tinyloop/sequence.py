@@ -78,8 +78,9 @@ class Segment:
     rows: int
     loops: int  # how many it gets
     loop: int = 0  # how many it has run
-    state: Any = None  # hidden states [rows, hidden_size]; None while it is fresh
+    state: Any = None  # what the core carries, [rows, state_size]; None while it is fresh
     survival: float = 1.0  # probability of not having exited, for the adaptive rule
+    whole: bool = False  # cutting it would change what is computed
 
     @property
     def end(self) -> int:
@@ -100,9 +101,9 @@ class Segment:
         return self.start < self.lease.known
 
     def trim(self, rows: int) -> Segment:
-        """Shorten a fresh segment to at most `rows` tokens; what is cut off will be offered again."""
+        """Shorten a fresh segment to at most `rows` tokens, unless it is whole; what is cut off is offered again."""
         assert self.fresh, "a segment in the prelude or beyond cannot be trimmed"
-        self.rows = min(self.rows, rows)
+        self.rows = self.rows if self.whole else min(self.rows, rows)
         return self
 
 

@@ -5,6 +5,8 @@ It knows layers and equations. Which rows go where, at which loop, with which pa
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
@@ -12,69 +14,101 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tinyloop.config import ModelConfig, Section
-from tinyloop.layers import Rope
+from tinyloop.config import ModelConfig, Rotary
+from tinyloop.layers import At, Rope
 
 if TYPE_CHECKING:
-    from tinyloop.kernels import Linear
     from tinyloop.models.family import Family, Weights
 
 
 class AttendAt(Protocol):
     """Attention at a layer (absolute index): see `layers.Attend`."""
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rope: Rope) -> Tensor: ...
+    def __call__(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rope: Rope,
+        *,
+        window: int = 0,
+        scale: Tensor | None = None,
+        first: bool = False,
+    ) -> Tensor: ...
 
 
 class LoopedStack:
-    """The weights of one model. Rows are tokens; `h` is [rows, hidden_size]; `positions` and `loops` are [rows]."""
+    """The weights of one model. Rows are tokens; `h` is [rows, hidden_size], `state` what the core carries, [rows,
+    state_size]; `positions` and `loops` are [rows]."""
 
     def __init__(self, family: Family, config: ModelConfig, weights: Weights) -> None:
         self.family, self.config, self.dtype = family, config, weights.dtype
         self.int8 = weights.int8
-        embedding = weights.tensor("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
-        self.embedding = embedding
-        self.layers = [family.layer(config, weights, f"model.layers.{i}") for i in range(config.layout.layers)]
-        self.norm = weights.norm("model.norm", config)
+        self.embedding = family.embedding(config, weights)
+        self.layers = family.layers(config, weights)
+        self.norm = family.norm(config, weights)
+        self.recurrence = family.recurrence(config, weights, self.norm)
         self.exit_gate = family.exit_gate(config, weights)
-        self._head = weights.matrix(embedding) if config.tie_embeddings else self._own_head(weights)
-        self._frequencies = config.rope_theta ** -(torch.arange(0, config.head_dim, 2).float() / config.head_dim)
-
-    def _own_head(self, weights: Weights) -> Linear:
-        return weights.linear(self.config.hidden_size, {"lm_head": self.config.vocab_size})
+        self._head = family.head(config, weights, self.embedding)
+        self._frequencies = [frequencies(rotary, config.head_dim) for rotary in config.rotary]
+        assert len(self.layers) == config.layout.layers
 
     def embed(self, tokens: Tensor) -> Tensor:
         """[rows] token ids -> [rows, hidden_size]."""
-        return F.embedding(tokens, self.embedding)
+        h = F.embedding(tokens, self.embedding)
+        return h if self.config.embedding_scale == 1 else h * self.config.embedding_scale
 
     def prelude(self, h: Tensor, positions: Tensor, attend: AttendAt) -> Tensor:
-        return self._section("prelude", h, positions, attend)
+        return self._run(h, self.config.layout.span("prelude"), self._at(positions), attend)
 
-    def core(self, h: Tensor, positions: Tensor, loops: Tensor, attend: AttendAt) -> Tensor:
+    def enter(self, h: Tensor) -> Tensor:
+        """The state that the first loop gets."""
+        return self.recurrence.enter(h)
+
+    def core(self, state: Tensor, positions: Tensor, loops: Tensor, attend: AttendAt) -> Tensor:
         """One loop. `loops` says which loop, from 0, each row is running."""
-        after = self._section("core", h, positions, attend)
-        return self.family.after_loop(self, h, after, loops)
+        at, span = self._at(positions, loops), self.config.layout.span("core")
+
+        def run(h: Tensor, first: int = 0, last: int | None = None) -> Tensor:
+            return self._run(h, span[first:last], at, attend)
+
+        return self.recurrence.loop(state, loops, run)
+
+    def leave(self, state: Tensor) -> Tensor:
+        """What coda and head get."""
+        return self.recurrence.leave(state)
 
     def coda(self, h: Tensor, positions: Tensor, attend: AttendAt) -> Tensor:
-        return self._section("coda", h, positions, attend)
+        return self._run(h, self.config.layout.span("coda"), self._at(positions), attend)
 
     def head(self, h: Tensor) -> Tensor:
         """Logits [rows, vocab_size] in float32."""
-        return self._head(h if self.family.norm_each_loop else self.norm(h)).float()
+        return self._head(h if self.config.norm_each_loop else self.norm(h)).float()
 
-    def exit_probability(self, h: Tensor) -> Tensor:
-        """The probability [rows] of leaving after the loop whose state is `h`, given that it was reached."""
+    def exit_probability(self, state: Tensor) -> Tensor:
+        """The probability [rows] of leaving after the loop that left `state`, given that it was reached."""
         assert self.exit_gate is not None, "this family has no exit signal"
-        return torch.sigmoid(self.exit_gate(h).float()).squeeze(-1)
+        return torch.sigmoid(self.exit_gate(state).float()).squeeze(-1)
 
-    def _section(self, section: Section, h: Tensor, positions: Tensor, attend: AttendAt) -> Tensor:
-        span = self.config.layout.span(section)
-        rope = self._rope(positions) if span else None
-        for index in span:
-            assert rope is not None
-            h = self.layers[index](h, rope, partial(attend, index))
+    def _run(self, h: Tensor, layers: Sequence[int], at: At, attend: AttendAt) -> Tensor:
+        for index in layers:
+            h = self.layers[index](h, at, partial(attend, index))
         return h
 
-    def _rope(self, positions: Tensor) -> Rope:
-        angles = positions.float()[:, None, None] * self._frequencies
-        return Rope(angles.cos(), angles.sin())
+    def _at(self, positions: Tensor, loops: Tensor | None = None) -> At:
+        angles = [positions.float()[:, None, None] * table for table in self._frequencies]
+        ropes = tuple(Rope(angle.cos(), angle.sin()) for angle in angles)
+        return At(ropes, torch.zeros_like(positions) if loops is None else loops)
+
+
+def frequencies(rotary: Rotary, head_dim: int) -> Tensor:
+    """Radians per token of each pair of channels, [head_dim / 2] (Su et al. 2021; stretched: Llama 3)."""
+    plain = rotary.theta ** -(torch.arange(0, head_dim, 2).float() / head_dim)
+    if rotary.stretch:
+        return plain / torch.tensor(rotary.stretch)
+    if rotary.factor == 1:
+        return plain
+    waves = rotary.context * plain / (2 * math.pi)  # how many fit into the original context
+    kept = ((waves - rotary.low) / (rotary.high - rotary.low)).clamp(0, 1)
+    return plain * ((1 - kept) / rotary.factor + kept)

@@ -15,7 +15,8 @@ from tinyloop.tokenizer import Tokenizer
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 # Buffers that some checkpoints store although every model derives them from its config.
-_DERIVED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+_DERIVED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", "freqs_cis",
+            "rope_freqs.weight")  # fmt: skip
 
 
 class TensorSource(Protocol):
@@ -76,7 +77,8 @@ class Checkpoint:
             raise CheckpointError(f"{self.name}: tensors the model does not use: {', '.join(left[:5])}{more}")
 
     def _is_derived(self, name: str) -> bool:
-        tied_copy = name == "lm_head.weight" and bool(self.config.get("tie_word_embeddings"))
+        tied = self.config.get("tie_word_embeddings") or self.config.get("tie_embeddings")
+        tied_copy = name == "lm_head.weight" and bool(tied)
         return tied_copy or name.endswith(_DERIVED)
 
 

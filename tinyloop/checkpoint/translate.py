@@ -17,6 +17,7 @@ from tinyloop.errors import CheckpointError
 from tinyloop.tokenizer import Tokenizer
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_STRETCH = "rope_freqs.weight"  # Llama 3's, as what each pair of channels is slowed down by
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER = {
     "attn_norm": "input_layernorm",
@@ -39,6 +40,8 @@ def open_gguf(path: Path, name: str | None = None) -> Checkpoint:
     try:
         config = translate_config(file.fields, file.tensors.keys())
         config["vocab_size"] = _vocab_size(file)
+        if _STRETCH in file.tensors:
+            config["rope_scaling"] = {"rope_type": "stretch", "stretch": file.read(_STRETCH).tolist()}
         tokenizer = Tokenizer.from_gguf(file.fields)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error

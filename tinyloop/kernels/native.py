@@ -108,7 +108,7 @@ def attention(q: Tensor, keys: Tensor, values: Tensor, reads: Reads, page_row: i
     """See `reference.attention`. Reads the pages where they are; nothing is gathered."""
     kernel = _kernel("attention", q.dtype)
     (rows, heads, head_dim), (_, page_size, kv_heads, _) = q.shape, keys.shape
-    if kernel is None or not _fits(q, keys, values) or head_dim > LARGEST_HEAD:
+    if kernel is None or not _fits(q, keys, values) or head_dim > LARGEST_HEAD or reads.ahead is not None:
         return reference.attention(q, keys, values, reads, page_row)
     pages, spans = reads.pages[page_row].contiguous(), reads.spans.contiguous()
     out = q.new_empty(rows, heads * head_dim)

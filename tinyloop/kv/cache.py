@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class PagedKV:
     """Keys and values: `k[layer]`, `v[layer]` are [num_pages, page_size, kv_heads, head_dim].
 
-    `layer` counts the layers inside a page. `states` [num_pages, page_size, hidden_size] lies beside the first page of
+    `layer` counts the layers inside a page. `states` [num_pages, page_size, state_size] lies beside the first page of
     each core plane: what the tokens' states were after that loop, from where a prefix can be deepened. Memory is
     zeroed: a masked key weighs nothing only if it is a number. The system hands zeros out lazily, so a large budget
     costs nothing until it is used, or until `commit`.
@@ -31,7 +31,7 @@ class PagedKV:
         shape = (config.layout.layers_per_page, num_pages, page_size, config.num_kv_heads, config.head_dim)
         self.k = torch.zeros(shape, dtype=dtype, device=device)
         self.v = torch.zeros(shape, dtype=dtype, device=device)
-        self.states = torch.zeros((num_pages, page_size, config.hidden_size), dtype=dtype, device=device)
+        self.states = torch.zeros((num_pages, page_size, config.state_size), dtype=dtype, device=device)
 
     def commit(self) -> None:
         """Take all of the memory now: what is used then no longer grows with what is served."""
@@ -41,22 +41,36 @@ class PagedKV:
     @staticmethod
     def page_bytes(config: ModelConfig, page_size: int, dtype: torch.dtype) -> int:
         """Bytes of one page: keys, values and states."""
-        elements = config.layout.layers_per_page * config.kv_elements + config.hidden_size
+        elements = config.layout.layers_per_page * config.kv_elements + config.state_size
         return page_size * elements * dtype.itemsize
 
     def attend(
-        self, batch: PackedBatch, section: Section, layer: int, q: Tensor, k: Tensor, v: Tensor, rope: Rope
+        self,
+        batch: PackedBatch,
+        section: Section,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rope: Rope,
+        *,
+        window: int = 0,
+        scale: Tensor | None = None,
+        first: bool = False,
     ) -> Tensor:
         """Keep the rows' keys and values, then attend over what their segments have in this plane.
 
-        `layer` is the absolute index. `q`: [rows, heads, head_dim]; `k`, `v`: [rows, kv_heads, head_dim]; returns
-        [rows, heads * head_dim].
+        `layer` is the absolute index; all else is as in `layers.Attend`.
         """
         index = layer - self.config.layout.span(section).start
         row, inner = divmod(index, self.config.layout.layers_per_page)
         keys, values = self.k[inner], self.v[inner]
-        q = kernels.rope_write(q, k, v, rope.cos, rope.sin, keys, values, batch.slots[row])
-        return kernels.attention(q, keys, values, batch.reads, row)
+        if first:
+            assert batch.first is not None, "the model does not say that it reads the first plane"
+            q, reads = kernels.rope(q, rope.cos, rope.sin), batch.first
+        else:
+            q, reads = kernels.rope_write(q, k, v, rope.cos, rope.sin, keys, values, batch.slots[row]), batch.reads
+        return kernels.attention(q if scale is None else q * scale, keys, values, reads.within(window), row)
 
     def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy whole pages, for a writer that must not touch a shared one."""
@@ -65,11 +79,11 @@ class PagedKV:
         self.states[targets] = self.states[sources]
 
     def keep_states(self, slots: Tensor, h: Tensor) -> None:
-        """`h` [rows, hidden_size] as the states after the loop whose plane has these flat slots."""
+        """`h` [rows, state_size] as the states after the loop whose plane has these flat slots."""
         self.states.view(-1, h.shape[1]).index_copy_(0, slots, h)
 
     def read_states(self, slots: Tensor) -> Tensor:
-        """States [rows, hidden_size] at flat slots."""
+        """States [rows, state_size] at flat slots."""
         return self.states.view(-1, self.states.shape[2]).index_select(0, slots)
 
     def copy_slots(self, sources: Tensor, targets: Tensor) -> None:

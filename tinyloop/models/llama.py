@@ -1,51 +1,101 @@
-"""Llama-style decoders. One loop is the ordinary model; a declared retrofit makes its middle layers loop."""
+"""Llama-style decoders: Llama, SmolLM2, Qwen2, Qwen3. One loop is the ordinary model; a declared retrofit makes its
+middle layers loop."""
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from tinyloop.config import Layout, ModelConfig, Retrofit
 from tinyloop.errors import CheckpointError
-from tinyloop.layers import PreNormLayer
+from tinyloop.layers import PreNormLayer, RMSNorm
 from tinyloop.models.family import Facts, Family, Weights
-from tinyloop.stack import LoopedStack
+from tinyloop.recurrence import Recurrence, Run
 
 
 class Llama(Family):
-    model_types = ("llama",)
+    model_types: ClassVar[tuple[str, ...]] = ("llama",)
 
     def config(self, raw: Mapping[str, Any]) -> ModelConfig:
         facts = Facts(raw)
         layers = facts.integer("num_hidden_layers")
+        decoder = {"family": self.model_types[0], **facts.decoder()}
         retrofit = _retrofit(raw)
         if retrofit is None:
-            return ModelConfig(family="llama", layout=Layout(0, layers, 0), **facts.decoder())
+            return ModelConfig(layout=Layout(0, layers, 0), **decoder)
         coda = layers - retrofit.prelude - retrofit.core
         return ModelConfig(
-            family="llama",
             layout=Layout(retrofit.prelude, retrofit.core, coda),
             default_loops=retrofit.default_loops,
             max_loops=retrofit.max_loops,
             loop_decay=retrofit.decay,
-            **facts.decoder(),
+            **decoder,
         )
+
+    def recurrence(self, config: ModelConfig, weights: Weights, norm: RMSNorm) -> Recurrence:
+        return Recurrence() if config.loop_decay is None else DampedRecurrence(config.loop_decay)
+
+
+class Qwen2(Llama):
+    """Llama with a bias on queries, keys and values."""
+
+    model_types = ("qwen2",)
+
+    def config(self, raw: Mapping[str, Any]) -> ModelConfig:
+        _refuse_windows(raw)
+        return super().config(raw)
 
     def layer(self, config: ModelConfig, weights: Weights, prefix: str) -> PreNormLayer:
         return PreNormLayer(
             weights.norm(f"{prefix}.input_layernorm", config),
-            weights.attention(config, f"{prefix}.self_attn"),
+            weights.attention(config, f"{prefix}.self_attn", bias=self._bias(config, weights, f"{prefix}.self_attn")),
             weights.norm(f"{prefix}.post_attention_layernorm", config),
             weights.mlp(config, f"{prefix}.mlp"),
         )
 
-    def after_loop(self, stack: LoopedStack, before: Tensor, after: Tensor, loops: Tensor) -> Tensor:
-        decay = stack.config.loop_decay
-        if decay is None:
-            return after
-        step = torch.pow(decay, -loops.float()).to(before.dtype)
-        return torch.lerp(before, after, step[:, None])  # at loop 0 the step is 1, and lerp returns `after` to the bit
+    def _bias(self, config: ModelConfig, weights: Weights, prefix: str) -> Tensor:
+        sizes = {"q": config.num_heads, "k": config.num_kv_heads, "v": config.num_kv_heads}
+        return torch.cat(
+            [weights.tensor(f"{prefix}.{part}_proj.bias", heads * config.head_dim) for part, heads in sizes.items()]
+        )
+
+
+class Qwen3(Llama):
+    """Llama with a norm over each head of queries and keys."""
+
+    model_types = ("qwen3",)
+
+    def config(self, raw: Mapping[str, Any]) -> ModelConfig:
+        _refuse_windows(raw)
+        return super().config({"head_dim": 128, **raw})
+
+    def layer(self, config: ModelConfig, weights: Weights, prefix: str) -> PreNormLayer:
+        q_norm, k_norm = (weights.norm(f"{prefix}.self_attn.{q}_norm", config, config.head_dim) for q in "qk")
+        return PreNormLayer(
+            weights.norm(f"{prefix}.input_layernorm", config),
+            weights.attention(config, f"{prefix}.self_attn", q_norm=q_norm, k_norm=k_norm),
+            weights.norm(f"{prefix}.post_attention_layernorm", config),
+            weights.mlp(config, f"{prefix}.mlp"),
+        )
+
+
+@dataclass(frozen=True)
+class DampedRecurrence(Recurrence):
+    """`h <- h + decay**-r * (core(h) - h)`; at loop 0 the step is 1, and lerp returns `core(h)` to the bit."""
+
+    decay: float
+
+    def loop(self, state: Tensor, loops: Tensor, run: Run) -> Tensor:
+        step = torch.pow(self.decay, -loops.float()).to(state.dtype)
+        return torch.lerp(state, run(state), step[:, None])
+
+
+def _refuse_windows(raw: Mapping[str, Any]) -> None:
+    facts = Facts(raw)
+    facts.refuse("use_sliding_window", False)
+    facts.refuse("layer_types", None, ["full_attention"] * facts.integer("num_hidden_layers"))
 
 
 def _retrofit(raw: Mapping[str, Any]) -> Retrofit | None:

@@ -3,28 +3,19 @@
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
-
 from tinyloop.config import Layout, ModelConfig
-from tinyloop.errors import CheckpointError
 from tinyloop.kernels import Linear
 from tinyloop.layers import SandwichLayer
-from tinyloop.models.family import Facts, Family, Weights
-from tinyloop.stack import LoopedStack
-
-BEYOND_TRAINED = 2  # quality falls slowly past the trained depth; up to twice of it may be asked for
+from tinyloop.models.family import BEYOND_TRAINED, Facts, Family, Weights
 
 
 class Ouro(Family):
     model_types = ("ouro",)
-    norm_each_loop = True
 
     def config(self, raw: Mapping[str, Any]) -> ModelConfig:
         facts = Facts(raw)
         facts.refuse("use_sliding_window", False)
-        trained = facts.integer("total_ut_steps", 4)
-        if trained < 1:
-            raise CheckpointError(f"config.json: total_ut_steps must be at least 1, got {trained}")
+        trained = facts.count("total_ut_steps", 4)
         return ModelConfig(
             family="ouro",
             layout=Layout(0, facts.integer("num_hidden_layers"), 0),
@@ -32,6 +23,7 @@ class Ouro(Family):
             max_loops=BEYOND_TRAINED * trained,
             trained_loops=trained,
             adaptive=True,
+            norm_each_loop=True,
             **facts.decoder(),
         )
 
@@ -48,6 +40,3 @@ class Ouro(Family):
     def exit_gate(self, config: ModelConfig, weights: Weights) -> Linear:
         gate = "model.early_exit_gate"
         return Linear(weights.tensor(f"{gate}.weight", 1, config.hidden_size), weights.tensor(f"{gate}.bias", 1))
-
-    def after_loop(self, stack: LoopedStack, before: Tensor, after: Tensor, loops: Tensor) -> Tensor:
-        return stack.norm(after)

@@ -4,11 +4,22 @@ from collections.abc import Mapping
 from typing import Any
 
 from tinyloop.errors import CheckpointError
+from tinyloop.models.dory import Dory
 from tinyloop.models.family import Family
-from tinyloop.models.llama import Llama
+from tinyloop.models.hrm_text import HrmText
+from tinyloop.models.huginn import Huginn
+from tinyloop.models.iquest import IQuestLoop
+from tinyloop.models.llama import Llama, Qwen2, Qwen3
+from tinyloop.models.nanbeige import Nanbeige
 from tinyloop.models.ouro import Ouro
 
-FAMILIES: tuple[Family, ...] = (Llama(), Ouro())
+FAMILIES: tuple[Family, ...] = (
+    Llama(), Qwen2(), Qwen3(), Ouro(), Nanbeige(), Dory(), HrmText(), IQuestLoop(), Huginn(),
+)  # fmt: skip
+
+# Looped models that are known and do not fit, with the reason.
+INKLING = "its short convolutions keep states that KV pages do not hold, and its passes send messages at every layer"
+REFUSED = {"inkling2_loop": INKLING, "inkling2_loop_text": INKLING}
 
 
 def family_of(raw: Mapping[str, Any]) -> Family:
@@ -16,5 +27,7 @@ def family_of(raw: Mapping[str, Any]) -> Family:
     for family in FAMILIES:
         if raw.get("model_type") in family.model_types:
             return family
+    if raw.get("model_type") in REFUSED:
+        raise CheckpointError(f"model_type {raw['model_type']} is not supported: {REFUSED[raw['model_type']]}")
     known = ", ".join(sorted(name for family in FAMILIES for name in family.model_types))
     raise CheckpointError(f"unknown architecture: model_type {raw.get('model_type')!r}; known are {known}")
