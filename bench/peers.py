@@ -218,6 +218,8 @@ def main() -> None:
             print(f"{comparison.name} is left out: {error}")
             continue
         made[comparison.name] = {**machine(), "peer": versions, "load_before": load, **summary(comparison, runs)}
+    if not made:
+        sys.exit("nothing was compared")
     print("\n" + table(made))
     args.out.parent.mkdir(exist_ok=True)
     args.out.write_text(json.dumps(kept | made, indent=1) + "\n")
