@@ -67,6 +67,15 @@ class Layout:
         first = {"prelude": 0, "core": self.prelude, "coda": self.prelude + self.core}[section]
         return range(first, first + getattr(self, section))
 
+    def place(self, layer: int) -> tuple[int, int]:
+        """Where a layer (absolute index) has its place in a plane of its section: which page, which layer of it."""
+        inner = layer
+        for layers in (self.prelude, self.core):
+            if inner < layers:
+                break
+            inner -= layers
+        return divmod(inner, self.layers_per_page)
+
     def pages(self, section: Section) -> int:
         """Pages that `page_size` tokens of one plane of this section take."""
         layers: int = getattr(self, section)

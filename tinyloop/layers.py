@@ -93,9 +93,7 @@ class Attention:
     def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values: parts of one product, which is normed where it lies."""
         product = self.qkv(x) if self.bias is None else self.qkv(x) + self.bias
-        heads = product.view(x.shape[0], -1, self.head_dim)
-        keys, values = self.num_heads, self.num_heads + self.num_kv_heads  # where they begin
-        q, k, v = heads[:, :keys], heads[:, keys:values], heads[:, values:]
+        q, k, v = kernels.heads(product, self.num_heads, self.num_kv_heads, self.head_dim)
         for part, norm in ((q, self.q_norm), (k, self.k_norm)):
             if norm is not None:
                 part.copy_(norm(part.contiguous()))

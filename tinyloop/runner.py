@@ -9,7 +9,6 @@ runner knows no asyncio, no priorities and no deadlines. One thread at a time.
 
 import time
 from collections.abc import Sequence
-from functools import partial
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from tinyloop.batch import PackedBatch, flat_slots
 from tinyloop.config import Section
-from tinyloop.kv.cache import PagedKV
+from tinyloop.kv.cache import PagedAttention, PagedKV
 from tinyloop.leases import Leases
 from tinyloop.sampling import Logits, Logprobs, logprobs_of
 from tinyloop.sequence import Lease, Segment, StepReport, TokenEvent
@@ -120,7 +119,7 @@ class Runner(Leases):
         if not segments:
             return
         batch = PackedBatch.build(segments, "core", self.stack.config, self.stack.dtype)
-        attend = partial(self.kv.attend, batch, "core")
+        attend = PagedAttention(self.kv, batch)
         state = self.stack.core(_states(segments), batch.positions, batch.loops, attend)
         self.kv.keep_states(batch.slots[0], state)
         self._keep(segments, state)
@@ -157,7 +156,7 @@ class Runner(Leases):
             return h
         batch = PackedBatch.build(segments, section, self.stack.config, self.stack.dtype)
         run = self.stack.prelude if section == "prelude" else self.stack.coda
-        return run(h, batch.positions, partial(self.kv.attend, batch, section))
+        return run(h, batch.positions, PagedAttention(self.kv, batch))
 
     @staticmethod
     def _keep(segments: Sequence[Segment], states: Tensor) -> None:

@@ -8,13 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from tinyloop.config import ModelConfig, Rotary
+from tinyloop.kernels.program import Program, Recorder, record
 from tinyloop.layers import At, Rope
 
 if TYPE_CHECKING:
@@ -38,6 +39,13 @@ class AttendAt(Protocol):
     ) -> Tensor: ...
 
 
+@runtime_checkable
+class AttendAll(AttendAt, Protocol):
+    """Attention that can take the layers of a program at once; None if not this time."""
+
+    def run(self, program: Program, h: Tensor, rope: Rope) -> Tensor | None: ...
+
+
 class LoopedStack:
     """The weights of one model. Rows are tokens; `h` is [rows, hidden_size], `state` what the core carries, [rows,
     state_size]; `positions` and `loops` are [rows]."""
@@ -53,6 +61,7 @@ class LoopedStack:
         self._head = family.head(config, weights, self.embedding)
         self._frequencies = [frequencies(rotary, config.head_dim) for rotary in config.rotary]
         assert len(self.layers) == config.layout.layers
+        self._programs: dict[Sequence[int], Program | None] = {}
 
     def embed(self, tokens: Tensor) -> Tensor:
         """[rows] token ids -> [rows, hidden_size]."""
@@ -92,9 +101,34 @@ class LoopedStack:
         return torch.sigmoid(self.exit_gate(state).float()).squeeze(-1)
 
     def _run(self, h: Tensor, layers: Sequence[int], at: At, attend: AttendAt) -> Tensor:
+        if layers and isinstance(attend, AttendAll) and (program := self._program(layers)):
+            done = attend.run(program, h, at.ropes[0])
+            if done is not None:
+                return done
         for index in layers:
             h = self.layers[index](h, at, partial(attend, index))
         return h
+
+    def _program(self, layers: Sequence[int]) -> Program | None:
+        """These layers in one native call, if they are nothing but kernels."""
+        if layers not in self._programs:
+            self._programs[layers] = self._record(layers)
+        return self._programs[layers]
+
+    def _record(self, layers: Sequence[int]) -> Program | None:
+        nothing = torch.empty(0)
+        ropes = tuple(Rope(nothing, nothing) for _ in self._frequencies)
+
+        def run(h: Tensor, recorder: Recorder) -> Tensor:
+            for index in layers:
+                page, layer = self.config.layout.place(index)
+                attend = partial(
+                    recorder.attend, ropes[0], page, layer, self.config.num_heads, self.config.num_kv_heads
+                )
+                h = self.layers[index](h, At(ropes, nothing), attend)
+            return h
+
+        return record(self.config.hidden_size, self.dtype, run)
 
     def _at(self, positions: Tensor, loops: Tensor | None = None) -> At:
         angles = [positions.float()[:, None, None] * table for table in self._frequencies]

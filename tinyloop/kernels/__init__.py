@@ -4,8 +4,19 @@
 """
 
 from tinyloop.kernels.linear import Int8Linear, Linear
-from tinyloop.kernels.native import attention, rms_norm, rope_write, silu_mul
+from tinyloop.kernels.native import attention, heads, program_kernel, rms_norm, rope_write, silu_mul
 from tinyloop.kernels.reads import Reads
 from tinyloop.kernels.reference import rope
 
-__all__ = ["Int8Linear", "Linear", "Reads", "attention", "rms_norm", "rope", "rope_write", "silu_mul"]
+__all__ = [
+    "Int8Linear",
+    "Linear",
+    "Reads",
+    "attention",
+    "heads",
+    "program_kernel",
+    "rms_norm",
+    "rope",
+    "rope_write",
+    "silu_mul",
+]

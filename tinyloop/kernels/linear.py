@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tinyloop.kernels import native, reference
+from tinyloop.kernels.program import NotRecordable, Symbol
 
 
 class Linear:
@@ -26,6 +27,8 @@ class Linear:
         self.weight = packed
 
     def __call__(self, x: Tensor, added: Tensor | None = None) -> Tensor:
+        if isinstance(x, Symbol):
+            return self.note(x, added)
         if self.native:
             y = native.linear(x, self.weight, added)
             return y if self.bias is None else y + self.bias
@@ -34,6 +37,13 @@ class Linear:
         else:
             y = F.linear(x, self.weight, self.bias)
         return y if added is None else added + y
+
+    def note(self, x: Symbol, added: Tensor | None) -> Tensor:
+        """Add this product to a program."""
+        if not self.native or self.bias is not None:
+            raise NotRecordable
+        facts = self.weight, self.out_features, self.in_features
+        return x.recorder.note("linear", self.out_features, (x, added), *facts)
 
 
 class Int8Linear(Linear):
@@ -48,9 +58,17 @@ class Int8Linear(Linear):
         self.weight = whole if packed is None else packed
 
     def __call__(self, x: Tensor, added: Tensor | None = None) -> Tensor:
+        if isinstance(x, Symbol):
+            return self.note(x, added)
         run = native.linear_int8 if self.native else reference.linear_int8
         y = run(x, self.weight, self.scales, added)
         return y if self.bias is None else y + self.bias
+
+    def note(self, x: Symbol, added: Tensor | None) -> Tensor:
+        if not self.native or self.bias is not None:
+            raise NotRecordable
+        facts = self.weight, self.out_features, self.in_features, self.scales
+        return x.recorder.note("linear_int8", self.out_features, (x, added), *facts)
 
 
 def _can_reorder(weight: Tensor) -> bool:

@@ -14,6 +14,7 @@ import torch  # also brings the OpenMP threads that the kernels run on
 from torch import Tensor
 
 from tinyloop.kernels import reference
+from tinyloop.kernels.program import Symbol, bits
 from tinyloop.kernels.reads import Reads
 
 LEVELS = ("plain", "avx2", "avx512", "bf16", "amx")  # of instruction sets: a processor has one and all before it
@@ -66,6 +67,8 @@ def _address(tensor: Tensor | None) -> int:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, added: Tensor | None = None) -> Tensor:
     """See `reference.rms_norm`."""
+    if isinstance(x, Symbol):
+        return x.recorder.note("norm", x.width, (x, added), weight, x.width, bits(eps))
     kernel = _kernel("rms_norm", x.dtype)
     if kernel is None or not _fits(x, weight, x if added is None else added):
         return reference.rms_norm(x, weight, eps, added)
@@ -78,6 +81,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, added: Tensor | None = None)
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """See `reference.silu_mul`."""
+    if isinstance(gate_up, Symbol):
+        return gate_up.recorder.note("silu_mul", gate_up.width // 2, (gate_up,), gate_up.width // 2)
     kernel = _kernel("silu_mul", gate_up.dtype)
     if kernel is None or not _fits(gate_up):
         return reference.silu_mul(gate_up)
@@ -85,6 +90,13 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     out = gate_up.new_empty(rows, size)
     kernel(gate_up.data_ptr(), out.data_ptr(), rows, size, torch.get_num_threads())
     return out
+
+
+def heads(product: Tensor, num_heads: int, num_kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """See `reference.heads`."""
+    if isinstance(product, Symbol):
+        return product, product, product  # attention takes them apart
+    return reference.heads(product, num_heads, num_kv_heads, head_dim)
 
 
 def rope_write(
@@ -116,6 +128,11 @@ def attention(q: Tensor, keys: Tensor, values: Tensor, reads: Reads, page_row: i
            out.data_ptr(), reads.spans.shape[0], heads, kv_heads, head_dim, page_size,
            torch.get_num_threads())  # fmt: skip
     return out
+
+
+def program_kernel(dtype: torch.dtype) -> Any | None:
+    """What runs a `Program` of this dtype; None if it is not built."""
+    return _kernel("run_program", dtype)
 
 
 def pack(weight: Tensor) -> Tensor | None:

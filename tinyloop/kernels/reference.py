@@ -31,6 +31,13 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def heads(product: Tensor, num_heads: int, num_kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values that lie side by side in rows: [rows, heads, head_dim], [rows, kv_heads, head_dim]."""
+    parts = product.view(product.shape[0], -1, head_dim)
+    keys, values = num_heads, num_heads + num_kv_heads  # where they begin
+    return parts[:, :keys], parts[:, keys:values], parts[:, values:]
+
+
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Weights [out, in] in int8, and what a step is worth in each output: [out], float32."""
     scales = weight.float().abs().amax(1).clamp_min(TINY) / 127

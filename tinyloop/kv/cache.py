@@ -3,17 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from tinyloop import kernels
-from tinyloop.config import ModelConfig, Section
+from tinyloop.config import ModelConfig
 
 if TYPE_CHECKING:
     from tinyloop.batch import PackedBatch
+    from tinyloop.kernels.program import Program
     from tinyloop.layers import Rope
+
+
+@dataclass(frozen=True)
+class PagedAttention:
+    """Attention of a batch over the pages: `stack.AttendAt`, one layer at a time or for a whole program."""
+
+    kv: PagedKV
+    batch: PackedBatch
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rope: Rope, **more: Any) -> Tensor:
+        return self.kv.attend(self.batch, layer, q, k, v, rope, **more)
+
+    def run(self, program: Program, h: Tensor, rope: Rope) -> Tensor | None:
+        """[rows, hidden_size] through the layers of a program, or None if this batch needs more than it knows."""
+        kernel = kernels.program_kernel(h.dtype)
+        if kernel is None or self.batch.reads.ahead is not None:
+            return None
+        return program.run(kernel, h, rope.cos, rope.sin, self.batch.slots, self.batch.reads, self.kv.k, self.kv.v)
 
 
 class PagedKV:
@@ -47,7 +67,6 @@ class PagedKV:
     def attend(
         self,
         batch: PackedBatch,
-        section: Section,
         layer: int,
         q: Tensor,
         k: Tensor,
@@ -62,8 +81,7 @@ class PagedKV:
 
         `layer` is the absolute index; all else is as in `layers.Attend`.
         """
-        index = layer - self.config.layout.span(section).start
-        row, inner = divmod(index, self.config.layout.layers_per_page)
+        row, inner = self.config.layout.place(layer)
         keys, values = self.k[inner], self.v[inner]
         if first:
             assert batch.first is not None, "the model does not say that it reads the first plane"

@@ -9,6 +9,7 @@
 #include "cpu.h"
 #include "int8.h"
 #include "linear.h"
+#include "program.h"
 #include "rows.h"
 
 #include <tuple>
@@ -78,6 +79,8 @@ KERNEL(rope_write_float32, tinyloop::rope_write<float>)
 KERNEL(rope_write_bfloat16, tinyloop::rope_write<bf16>)
 KERNEL(attention_float32, paged_attention<float>)
 KERNEL(attention_bfloat16, paged_attention<bf16>)
+KERNEL(run_program_float32, tinyloop::run_program<float>)
+KERNEL(run_program_bfloat16, tinyloop::run_program<bf16>)
 KERNEL(linear_bfloat16, linear_bf16)
 KERNEL(linear_int8_float32, tinyloop::linear_int8<float>)
 KERNEL(linear_int8_bfloat16, tinyloop::linear_int8<bf16>)
@@ -93,6 +96,8 @@ PyMethodDef methods[] = {
     METHOD(rope_write_bfloat16),
     METHOD(attention_float32),
     METHOD(attention_bfloat16),
+    METHOD(run_program_float32),
+    METHOD(run_program_bfloat16),
     METHOD(linear_bfloat16),
     METHOD(linear_int8_float32),
     METHOD(linear_int8_bfloat16),
