@@ -53,7 +53,7 @@ def linear_int8(x: Tensor, weight: Tensor, scales: Tensor, added: Tensor | None 
     pad = -x.shape[1] % GROUP
     groups = F.pad(x.float(), (0, pad)).view(x.shape[0], -1, GROUP)
     top = groups.abs().amax(-1, keepdim=True).clamp_min(TINY)
-    whole = (groups * (127 / top)).round()
+    whole = (groups * (torch.tensor(127.0) / top)).round()  # 127 / top would be 127 times the reciprocal
     sides = F.pad(weight.float(), (0, pad)).view(weight.shape[0], -1, GROUP)
     total = x.new_zeros(x.shape[0], weight.shape[0], dtype=torch.float32)
     for group in range(groups.shape[1]):

@@ -16,8 +16,6 @@ namespace tinyloop {
 constexpr int GROUP = 64;
 constexpr int TILE_BYTES = 16 * GROUP;  // of 16 outputs of a block
 
-inline long rounded(long n, long to) { return (n + to - 1) / to * to; }
-
 // Rows in 8 bits: `x` [rows, groups * 64], what a step is worth and what storing weights plus 128 adds, [rows, groups].
 struct Narrow {
   long groups;
@@ -58,6 +56,7 @@ struct Narrow {
   static int32_t narrow(vec v, int8_t* to, int count) {
     typedef int8_t bytes __attribute__((vector_size(16)));
     const vec magic = splat(12582912.0f);  // adding 1.5 * 2^23 rounds
+    asm("" : "+m"(v));                     // the product that v is must not become one with the sum
     ivec whole = __builtin_convertvector((v + magic) - magic, ivec);
     bytes small = __builtin_convertvector(whole, bytes);
     std::memcpy(to, &small, count);

@@ -2,7 +2,8 @@
 //
 // Weights are packed once, [out / 32][in / 32] blocks of [2][16 pairs of inputs][16 outputs][2], so each thread reads a
 // straight line, and one layout serves the matrix unit (AMX), the bf16 dot product of AVX-512 and plain vectors. A row's
-// sums run over its inputs in order, whatever other rows there are. `in` and `out` must be multiples of 32.
+// sums run over its inputs in order, whatever other rows there are. `in` must be a multiple of 32; outputs are packed with
+// zeros up to one.
 #pragma once
 
 #include "common.h"
@@ -13,6 +14,8 @@ namespace tinyloop {
 
 constexpr int SIDE = 32;         // inputs and outputs of a block
 constexpr int HALF = 16 * SIDE;  // elements of 16 outputs of a block: one tile of the matrix unit
+
+inline long rounded(long n, long to) { return (n + to - 1) / to * to; }
 
 // Asks for the weights of the next 32 outputs while those of this one are read, 2 KB at a time and from four places at
 // once: the processor's own prefetcher follows lines within a page, so one place alone leaves memory half idle.
@@ -36,8 +39,10 @@ struct Product {
   long rows, out, in;
 
   void write(long row, long column, vec v) const {
+    int count = (int)std::min<long>(W, out - column);
+    if (count <= 0) return;
     long at = row * out + column;
-    store(y + at, added ? v + load(added + at) : v);
+    store(y + at, added ? v + load(added + at, count) : v, count);
   }
 };
 
@@ -153,7 +158,7 @@ inline void columns(const Product& p, long block) {
 #endif
 
 inline void linear(const Product& p, int threads) {
-  parallel(threads, p.out / SIDE, [&](long block) {
+  parallel(threads, rounded(p.out, SIDE) / SIDE, [&](long block) {
     columns(p, block);
 #if defined(__AMX_BF16__)
     _tile_release();
