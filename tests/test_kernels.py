@@ -247,6 +247,19 @@ def test_what_the_native_kernels_do_not_take_goes_to_torch(level: str) -> None:
     assert not Linear(torch.ones(33, 32).half()).native
 
 
+@pytest.mark.parametrize("slot", [-1, 160, 2**40])
+def test_places_outside_of_the_pages_are_refused(level: str, slot: int) -> None:
+    q, cache = torch.randn(3, 4, 8), torch.zeros(2, 10, 16, 2, 8)
+    angles = torch.rand(3, 1, 4)
+    with pytest.raises(IndexError, match=f"slot {slot} of 160"):
+        native.rope_write(q, q[:, :2].contiguous(), q[:, :2].contiguous(), angles, angles, *cache, torch.tensor([0, 5, slot])) 
+    assert not cache.any()
+    for reads in ([(0, 3, 0, 0, 0, 0)], [[slot]]), ([(1, 3, 0, 0, 0, 0)], [[0]]), ([(0, 3, 14, 0, 0, 0)], [[0]]):
+        spans, pages = map(torch.tensor, reads)
+        with pytest.raises(IndexError):
+            native.attention(q, *cache, Reads(spans, pages, 16, 2, torch.float32), 0)
+
+
 def test_a_number_that_is_none_stays_none(level: str) -> None:
     x = torch.full((1, 40), torch.nan).bfloat16()
     assert native.rms_norm(x, x[0], 1e-6).isnan().all()

@@ -112,7 +112,7 @@ def rope_write(
     slots = slots.contiguous()  # a row of a table may lie across it
     turned = q.new_empty(rows, heads, head_dim)
     kernel(q.data_ptr(), k.data_ptr(), v.data_ptr(), stride, cos.data_ptr(), sin.data_ptr(), slots.data_ptr(),
-           turned.data_ptr(), keys.data_ptr(), values.data_ptr(), rows, heads, k.shape[1], head_dim,
+           keys.shape[0] * keys.shape[1], turned.data_ptr(), keys.data_ptr(), values.data_ptr(), rows, heads, k.shape[1], head_dim,
            torch.get_num_threads())  # fmt: skip
     return turned
 
@@ -125,8 +125,8 @@ def attention(q: Tensor, keys: Tensor, values: Tensor, reads: Reads, page_row: i
         return reference.attention(q, keys, values, reads, page_row)
     pages, spans = reads.pages[page_row].contiguous(), reads.spans.contiguous()
     out = q.new_empty(rows, heads * head_dim)
-    kernel(q.data_ptr(), keys.data_ptr(), values.data_ptr(), pages.data_ptr(), spans.data_ptr(),
-           out.data_ptr(), reads.spans.shape[0], heads, kv_heads, head_dim, page_size,
+    kernel(q.data_ptr(), keys.data_ptr(), values.data_ptr(), len(keys), pages.data_ptr(), len(pages),
+           spans.data_ptr(), out.data_ptr(), rows, len(spans), heads, kv_heads, head_dim, page_size,
            torch.get_num_threads())  # fmt: skip
     return out
 
