@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,15 @@ INFO = ModelInfo(
 class ScriptedEngine:
     """Says `script`, one token per byte, as far as the request allows. `gate` holds it back while it is cleared."""
 
-    def __init__(self, script: str = "Hello world", *, delay_s: float = 0.0, fail_after: int | None = None) -> None:
-        self.info = INFO
+    def __init__(
+        self,
+        script: str = "Hello world",
+        *,
+        delay_s: float = 0.0,
+        fail_after: int | None = None,
+        max_context: int = 400,
+    ) -> None:
+        self.info = replace(INFO, max_context=max_context)
         self.tokenizer = Tokenizer(
             byte_tokenizer(),
             special_tokens={"bos_token": SPECIAL[0], "eos_token": SPECIAL[2]},

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from server.schemas import openai_answers as shapes
 from server.sse import event
 from server.types import GenerationChunk, GenerationResult
+from tinyloop.tools import Piece, ToolReader
 
 if TYPE_CHECKING:
     from tinyloop.sampling import Logprobs
@@ -93,12 +94,12 @@ class View(ABC):
         """What a choice's first chunk holds before any token."""
 
     @abstractmethod
-    def delta(self, index: int, chunk: GenerationChunk) -> dict[str, Any] | None:
-        """What one token adds to its choice; None for nothing that shows."""
+    def deltas(self, index: int, chunk: GenerationChunk) -> list[dict[str, Any]]:
+        """What one token adds to its choice, often nothing that shows."""
 
     @abstractmethod
-    def closing(self, index: int, result: GenerationResult) -> dict[str, Any]:
-        """A choice's last chunk, the only one with a finish reason."""
+    def closing(self, index: int, result: GenerationResult) -> list[dict[str, Any]]:
+        """The end of a choice: what was held back, and a last chunk, the only one with a finish reason."""
 
     def chunk(self, choice: dict[str, Any]) -> str:
         """One choice's chunk as an event."""
@@ -132,36 +133,56 @@ class View(ABC):
         return event(json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":")))
 
 
+@dataclass(kw_only=True)
 class ChatView(View):
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
     id_prefix = "chatcmpl-"
+
+    tool_names: Sequence[str] = ()
+    named_tool: bool = False  # the caller chose the tool itself
+    _readers: dict[int, ToolReader] = field(default_factory=dict)
 
     def choice(self, index: int, result: GenerationResult) -> shapes.ChatChoice:
         logprobs = None
         if self.logprobs:
             pairs = zip(result.token_ids, result.logprobs, strict=False)
             logprobs = shapes.ChatLogprobs(content=[self._logprob(*pair) for pair in pairs])
+        reader = ToolReader(self.tool_names)
+        message = _message([*reader.push(result.text), *reader.finish()]) if self.tool_names else None
         return shapes.ChatChoice(
             index=index,
-            message=shapes.Answer(content=result.text),
+            message=message or shapes.Answer(content=result.text),
             logprobs=logprobs,
-            finish_reason=result.finish_reason,
+            finish_reason=self._finish_reason(reader, result),
             stop_reason=result.stop_reason,
         )
 
     def opening(self, index: int) -> dict[str, Any]:
         return self._delta(index, {"role": "assistant", "content": ""})
 
-    def delta(self, index: int, chunk: GenerationChunk) -> dict[str, Any] | None:
+    def deltas(self, index: int, chunk: GenerationChunk) -> list[dict[str, Any]]:
         self._streamed += 1
-        if not self.logprobs or chunk.logprobs is None:
-            return self._delta(index, {"content": chunk.text}) if chunk.text else None
-        logprobs = shapes.ChatLogprobs(content=[self._logprob(chunk.token_id, chunk.logprobs)])
-        return self._delta(index, {"content": chunk.text}, logprobs=logprobs.model_dump())
+        pieces = self._reader(index).push(chunk.text) if self.tool_names else [Piece(chunk.text)] if chunk.text else []
+        shown = [self._delta(index, _shown(piece)) for piece in pieces]
+        if self.logprobs and chunk.logprobs is not None:
+            logprobs = shapes.ChatLogprobs(content=[self._logprob(chunk.token_id, chunk.logprobs)])
+            shown = shown or [self._delta(index, {"content": ""})]
+            shown[0]["logprobs"] = logprobs.model_dump()
+        return shown
 
-    def closing(self, index: int, result: GenerationResult) -> dict[str, Any]:
-        return self._delta(index, {}, finish_reason=result.finish_reason, stop_reason=result.stop_reason)
+    def closing(self, index: int, result: GenerationResult) -> list[dict[str, Any]]:
+        reader = self._reader(index)
+        rest = [self._delta(index, _shown(piece)) for piece in reader.finish()]
+        reason = self._finish_reason(reader, result)
+        return [*rest, self._delta(index, {}, finish_reason=reason, stop_reason=result.stop_reason)]
+
+    def _reader(self, index: int) -> ToolReader:
+        return self._readers.setdefault(index, ToolReader(self.tool_names))
+
+    def _finish_reason(self, reader: ToolReader, result: GenerationResult) -> Any:
+        called = reader.calls > 0 and result.finish_reason == "stop" and not self.named_tool
+        return "tool_calls" if called else result.finish_reason
 
     def _delta(self, index: int, delta: dict[str, Any], **more: Any) -> dict[str, Any]:
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None} | more
@@ -173,6 +194,34 @@ class ChatView(View):
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
         raw, token = spelling(self.tokenizer, token_id)
         return {"token": token, "logprob": finite(logprob), "bytes": list(raw)}
+
+
+def _shown(piece: Piece) -> dict[str, Any]:
+    """One piece as a delta. A call opens with its id and name, and is told the rest of its arguments only."""
+    if piece.call is None:
+        return {"content": piece.text}
+    if piece.name:
+        function = {"name": piece.name, "arguments": ""}
+        call = {"index": piece.call, "id": call_id(), "type": "function", "function": function}
+    else:
+        call = {"index": piece.call, "function": {"arguments": piece.arguments}}
+    return {"tool_calls": [call]}
+
+
+def _message(pieces: Iterable[Piece]) -> shapes.Answer:
+    """A whole answer from its pieces."""
+    text, calls = "", list[shapes.ToolCall]()
+    for piece in pieces:
+        text += piece.text
+        if piece.name:
+            calls.append(shapes.ToolCall(id=call_id(), function=shapes.FunctionCall(name=piece.name, arguments="")))
+        elif piece.call is not None:
+            calls[piece.call].function.arguments += piece.arguments
+    return shapes.CallingAnswer(content=text or None, tool_calls=calls) if calls else shapes.Answer(content=text)
+
+
+def call_id() -> str:
+    return f"call_{uuid.uuid4().hex}"
 
 
 @dataclass(kw_only=True)
@@ -196,15 +245,15 @@ class CompletionView(View):
     def opening(self, index: int) -> dict[str, Any] | None:
         return self._delta(index, self._echo(index)) if self.echoes else None
 
-    def delta(self, index: int, chunk: GenerationChunk) -> dict[str, Any] | None:
+    def deltas(self, index: int, chunk: GenerationChunk) -> list[dict[str, Any]]:
         self._streamed += 1
         if not self.logprobs or chunk.logprobs is None:
-            return self._delta(index, chunk.text) if chunk.text else None
+            return [self._delta(index, chunk.text)] if chunk.text else []
         logprobs = self._logprobs(index, [(chunk.token_id, chunk.logprobs)])
-        return self._delta(index, chunk.text, logprobs=logprobs.model_dump())
+        return [self._delta(index, chunk.text, logprobs=logprobs.model_dump())]
 
-    def closing(self, index: int, result: GenerationResult) -> dict[str, Any]:
-        return self._delta(index, "", finish_reason=result.finish_reason, stop_reason=result.stop_reason)
+    def closing(self, index: int, result: GenerationResult) -> list[dict[str, Any]]:
+        return [self._delta(index, "", finish_reason=result.finish_reason, stop_reason=result.stop_reason)]
 
     def _delta(self, index: int, text: str, **more: Any) -> dict[str, Any]:
         return {"index": index, "text": text, "logprobs": None, "finish_reason": None} | more

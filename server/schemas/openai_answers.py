@@ -65,11 +65,29 @@ class Answer(BaseModel):
     refusal: None = None
 
 
+class FunctionCall(BaseModel):
+    name: str
+    arguments: str
+
+
+class ToolCall(BaseModel):
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class CallingAnswer(Answer):
+    """An answer that calls tools, with whatever was said before."""
+
+    content: str | None  # type: ignore[assignment]
+    tool_calls: list[ToolCall]
+
+
 class ChatChoice(BaseModel):
     index: int
-    message: Answer
+    message: CallingAnswer | Answer
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason
+    finish_reason: FinishReason | Literal["tool_calls"]
     stop_reason: str | int | None = None
 
 
