@@ -139,7 +139,7 @@ async def test_a_prefix_serves_another_depth_and_the_answer_says_how() -> None:
 
 
 async def test_salts_and_api_keys_keep_prefixes_apart() -> None:
-    async with served(Engine(tiny_model("ouro")), Settings(drain_timeout_s=1.0, salt_by_key=True)) as (client, _):
+    async with served(Engine(tiny_model("ouro")), Settings(drain_timeout_s=1.0, api_keys=("a", "b"))) as (client, _):
         cached = []
         for key, salt in (("a", None), ("b", None), ("a", "x"), ("a", None), ("a", "x")):
             client.headers["authorization"] = f"Bearer {key}"

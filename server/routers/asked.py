@@ -3,7 +3,6 @@
 Every API takes these the same way. Knows the model's bounds; knows no prompt, no scheduler and no API's own fields.
 """
 
-import hashlib
 import math
 import random
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,6 @@ from tinyloop.errors import ContextOverflow, RequestError
 if TYPE_CHECKING:
     from server.engine import ModelInfo
 
-NO_KEY = "-" * 64  # in the place of a key's digest
 TIER_PRIORITY = {"flex": -10, "priority": 10, "fast": 10}
 EFFORT = {"none": 0.0, "minimal": 0.25, "low": 0.5, "medium": 1.0, "high": 1.0, "xhigh": 1.0, "max": 1.0}
 
@@ -106,15 +104,9 @@ def answer_limit(prompt: int, asked: int | None, default: int, info: "ModelInfo"
     return limit
 
 
-def cache_salt(own: str, headers: Mapping[str, str], *, by_key: bool) -> str:
-    """What keeps prefixes apart: the request's own salt, and with `by_key` one that is derived from its API key."""
-    return (tenant(headers) or NO_KEY) + own if by_key else own
-
-
-def tenant(headers: Mapping[str, str]) -> str:
-    """Who gets a share of the work of their own: whoever has an API key of their own. The key itself is not kept."""
-    key = headers.get("authorization", "")
-    return hashlib.sha256(key.encode()).hexdigest() if key else ""
+def cache_salt(own: str | None, tenant: str) -> str:
+    """What keeps prefixes apart: the tenant, whose digest has one length, and the request's own salt."""
+    return tenant + (own or "")
 
 
 def choice_seed(seed: int | None, choice: int) -> int | None:

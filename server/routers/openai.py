@@ -29,6 +29,7 @@ from server.routers.shared import (
     run_all,
     scheduler_of,
     settings_of,
+    tenant_of,
 )
 from server.schemas import openai as shapes
 from server.schemas import openai_answers as answers
@@ -190,15 +191,15 @@ def job(
     headers = request.headers
     depths = asked.depth(body, headers, alias, scheduler_of(request).info)
     scored = isinstance(view, CompletionView) and bool(view.echoes)
-    salt = asked.cache_salt(body.cache_salt or "", headers, by_key=settings_of(request).salt_by_key)
+    tenant = tenant_of(request)
     requests = [
         GenerationRequest(
             prompt,
             max_new_tokens=limit,
             sampling=SamplingParams(**body.sampling(), seed=asked.choice_seed(body.seed, choice), constraint=form),
             cache_window=body.cache_window or 0,
-            cache_salt=salt,
-            tenant=asked.tenant(headers),
+            cache_salt=asked.cache_salt(body.cache_salt, tenant),
+            tenant=tenant,
             request_id=body.request_id or request.state.request_id,
             prompt_logprobs=body.logprob_count if scored else None,
             **depths,
@@ -236,6 +237,7 @@ async def respond(request: Request, view: View, job: Job, *, stream: bool) -> Re
             degraded=any(stream.request.downgraded_by for stream in streams),
         ),
         keepalive_s=settings_of(request).keepalive_s,
+        write_timeout_s=settings_of(request).write_timeout_s,
     )
 
 
