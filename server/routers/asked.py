@@ -6,15 +6,20 @@ Every API takes these the same way. Knows the model's bounds; knows no prompt, n
 import math
 import random
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from server.routers.shared import refusal
-from server.schemas.common import SHOWN, Dialled
+from server.schemas.common import SHOWN, Deadlines, Dialled, LoopSpan
+from server.types import GenerationResult
 from tinyloop.errors import ContextOverflow, RequestError
 
 if TYPE_CHECKING:
     from server.engine import ModelInfo
 
+T = TypeVar("T")
+TTFT_HEADERS = ("x-tinyloop-slo-ms", "x-llm-d-slo-ttft-ms", "x-slo-ttft-ms")
+TPOT_HEADERS = ("x-tinyloop-slo-tpot-ms", "x-llm-d-slo-tpot-ms", "x-slo-tpot-ms")
 TIER_PRIORITY = {"flex": -10, "priority": 10, "fast": 10}
 EFFORT = {"none": 0.0, "minimal": 0.25, "low": 0.5, "medium": 1.0, "high": 1.0, "xhigh": 1.0, "max": 1.0}
 
@@ -42,25 +47,51 @@ def effort_loops(effort: str, info: "ModelInfo") -> int:
 
 
 def depth(body: Dialled, headers: Mapping[str, str], alias: int | None, info: "ModelInfo") -> dict[str, Any]:
-    """The depth fields of a GenerationRequest. The body beats the header, then come the effort and the model's name."""
-    loops, least = body.loops, body.min_loops
-    if loops is None and "x-tinyloop-loops" in headers:
-        loops = int(_header_number(headers, "x-tinyloop-loops", 1))
-    if loops is None and body.reasoning_effort is not None:
-        loops = effort_loops(body.reasoning_effort, info)
-    if loops is None:
-        loops = alias
+    """The depth fields of a GenerationRequest. The body beats the headers, then come the effort and the model's name.
+
+    A depth out of bounds is refused, unless `loops_policy` says to take the nearest.
+    """
+    span = body.loops if isinstance(body.loops, LoopSpan) else LoopSpan()
+    loops: int | str | None = span.max if isinstance(body.loops, LoopSpan) else body.loops
+    if body.loops is None:
+        loops = _asked_elsewhere(body, headers, alias, info)
+    least = _one("min_loops", "loops.min", body.min_loops, span.min)
+    if least is None and "x-tinyloop-min-loops" in headers:
+        least = int(_header_number(headers, "x-tinyloop-min-loops", 1))
     if loops == "auto":
         loops, least = None, least or info.min_loops
-    given = {"loops": loops, "min_loops": least, "prefill_loops": body.prefill_loops}
+    given: dict[str, Any] = {"loops": loops, "min_loops": least, "prefill_loops": body.prefill_loops}
     for field, value in given.items():
         if value is not None:
-            _within(field, value, info)
-    if least is not None and least > (loops or info.default_loops):
-        most = loops or info.default_loops
+            given[field] = _bounded(field, value, info, body.loops_policy)
+    least, most = given["min_loops"], given["loops"] or info.default_loops
+    if least is not None and least > most:
         raise RequestError("min_loops", f"min_loops must be at most loops ({most}), got {least}")
-    mode = {} if body.exit_threshold is None else {"mode": "adaptive", "exit_threshold": body.exit_threshold}
-    return given | mode
+    threshold = _one("exit_threshold", "loops.exit_threshold", body.exit_threshold, span.exit_threshold)
+    return given | ({} if threshold is None else {"mode": "adaptive", "exit_threshold": threshold})
+
+
+def _asked_elsewhere(
+    body: Dialled, headers: Mapping[str, str], alias: int | None, info: "ModelInfo"
+) -> int | str | None:
+    if headers.get("x-tinyloop-loops") == "auto":
+        return "auto"
+    if "x-tinyloop-loops" in headers:
+        return int(_header_number(headers, "x-tinyloop-loops", 1))
+    return alias if body.reasoning_effort is None else effort_loops(body.reasoning_effort, info)
+
+
+def _one(field: str, other: str, value: T | None, same: T | None) -> T | None:
+    """The value of a field that has two names."""
+    if value is not None and same is not None and value != same:
+        raise RequestError(field, f"{field} and {other} differ")
+    return same if value is None else value
+
+
+def _bounded(field: str, loops: int, info: "ModelInfo", policy: str | None) -> int:
+    if policy == "clamp":
+        return min(max(loops, info.min_loops), info.max_loops)
+    return _within(field, loops, info)
 
 
 def _header_number(headers: Mapping[str, str], name: str, least: float) -> float:
@@ -74,11 +105,48 @@ def _header_number(headers: Mapping[str, str], name: str, least: float) -> float
     return number
 
 
-def deadline_ms(body: Dialled, headers: Mapping[str, str]) -> float | None:
-    """The longest wait that a client accepts; the body beats the header."""
-    if body.slo_ms is None and "x-tinyloop-slo-ms" in headers:
-        return _header_number(headers, "x-tinyloop-slo-ms", 0)
-    return body.slo_ms
+@dataclass(frozen=True)
+class Slo:
+    """What a client accepts, in milliseconds: until the first token, between two tokens, until the last."""
+
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    e2e_ms: float | None = None
+
+    @property
+    def wait_ms(self) -> float | None:
+        """The longest wait for the first token: one later than the whole answer may take is as bad."""
+        return min((limit for limit in (self.ttft_ms, self.e2e_ms) if limit is not None), default=None)
+
+    def met(self, results: Sequence[GenerationResult]) -> bool | None:
+        """Whether all of these were in time; None where no limit was set."""
+        if self == NO_LIMIT:
+            return None
+        return all(
+            limit is None or seconds is None or 1000 * seconds <= limit
+            for result in results
+            for limit, seconds in (
+                (self.ttft_ms, result.timings.first_token_s),
+                (self.tpot_ms, result.token_s),
+                (self.e2e_ms, result.timings.total_s),
+            )
+        )
+
+
+NO_LIMIT = Slo()
+
+
+def slo(body: Dialled, headers: Mapping[str, str]) -> Slo:
+    """The body beats the headers. A bare number means the first token."""
+    if isinstance(body.slo_ms, Deadlines):
+        return Slo(body.slo_ms.ttft_ms, body.slo_ms.tpot_ms, body.slo_ms.e2e_ms)
+    if body.slo_ms is not None:
+        return Slo(body.slo_ms)
+    return Slo(*(_header_limit(headers, names) for names in (TTFT_HEADERS, TPOT_HEADERS)))
+
+
+def _header_limit(headers: Mapping[str, str], names: Sequence[str]) -> float | None:
+    return next((_header_number(headers, name, 0) for name in names if name in headers), None)
 
 
 def order(body: Dialled) -> int:

@@ -160,6 +160,7 @@ def _view_facts(request: Request, body: shapes.Request) -> dict[str, Any]:
         "include_usage": options.include_usage or options.continuous_usage_stats,
         "running_usage": options.continuous_usage_stats,
         "service_tier": asked.tier(body),
+        "slo": asked.slo(body, request.headers),
     }
 
 
@@ -201,13 +202,14 @@ def job(
             cache_salt=asked.cache_salt(body.cache_salt, tenant),
             tenant=tenant,
             request_id=body.request_id or request.state.request_id,
+            token_ms=view.slo.tpot_ms,
             prompt_logprobs=body.logprob_count if scored else None,
             **depths,
         )
         for prompt, limit in zip(view.prompts, limits, strict=True)
         for choice in range(body.n)
     ]
-    return Job(requests, arrival, asked.order(body), asked.deadline_ms(body, headers))
+    return Job(requests, arrival, asked.order(body), view.slo.wait_ms)
 
 
 def _check_tokens(body: shapes.Request, prompts: Sequence[Sequence[int]], vocab_size: int) -> None:

@@ -9,10 +9,12 @@ import math
 import time
 import uuid
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from server.routers.asked import NO_LIMIT, Slo
 from server.schemas import openai_answers as shapes
 from server.sse import event
 from server.types import GenerationChunk, GenerationResult
@@ -70,6 +72,7 @@ class View(ABC):
     include_usage: bool = False
     running_usage: bool = False
     service_tier: str = "default"
+    slo: Slo = NO_LIMIT
     id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
     _streamed: int = 0  # tokens so far, for the running usage
@@ -82,7 +85,7 @@ class View(ABC):
         return self._frame(self.kind) | {
             "choices": [self.choice(index, result).model_dump() for index, result in enumerate(results)],
             "usage": self.usage(results).model_dump(),
-            "tinyloop": loop_report(results).model_dump(),
+            "tinyloop": loop_report(results, self.slo).model_dump(),
         }
 
     @abstractmethod
@@ -107,7 +110,7 @@ class View(ABC):
         return self._event([choice], {"usage": usage} if self.include_usage else {})
 
     def usage_chunk(self, results: Sequence[GenerationResult]) -> str:
-        report = loop_report(results).model_dump()
+        report = loop_report(results, self.slo).model_dump()
         return self._event([], {"usage": self.usage(results).model_dump(), "tinyloop": report})
 
     def usage(self, results: Sequence[GenerationResult]) -> shapes.Usage:
@@ -288,18 +291,24 @@ class CompletionView(View):
         return top
 
 
-def loop_report(results: Sequence[GenerationResult]) -> shapes.LoopReport:
+def loop_report(results: Sequence[GenerationResult], slo: Slo = NO_LIMIT) -> shapes.LoopReport:
     """Of several choices, the shallowest and the slowest."""
     first = min(results, key=lambda result: result.loops_granted or 0)
     waits = [result.timings.first_token_s for result in results if result.timings.first_token_s is not None]
+    paces = [result.token_s for result in results if result.token_s is not None]
+    used = Counter(loops for result in results for loops in result.token_loops)
     return shapes.LoopReport(
         loops_requested=first.loops_requested,
         loops_granted=first.loops_granted,
+        loops_used_mean=round(sum(used.elements()) / used.total(), 3) if used else None,
+        loops_histogram={str(loops): used[loops] for loops in sorted(used)},
         degraded=any(result.degraded for result in results if result.loops_granted is not None),
         cache_hit=first.cache_hit,
         queue_ms=_ms(max(result.timings.queued_s for result in results)),
         ttft_ms=_ms(max(waits)) if waits else None,
+        tpot_ms=_ms(max(paces)) if paces else None,
         total_ms=_ms(max(result.timings.total_s for result in results)),
+        slo_met=slo.met(results),
     )
 
 

@@ -70,6 +70,22 @@ class Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
 
+class LoopSpan(Strict):
+    """A depth that may vary: down to `min` under pressure, up to `max`, and per token where the model can tell."""
+
+    min: Whole | None = None
+    max: Whole | None = None
+    exit_threshold: float | None = None
+
+
+class Deadlines(Strict):
+    """In milliseconds: to the first token, between two, to the last."""
+
+    ttft_ms: Positive | None = None
+    tpot_ms: Positive | None = None
+    e2e_ms: Positive | None = None
+
+
 class Dialled(Strict):
     """Depth, order and deadline: what a request of any API may ask for beside the API's own fields.
 
@@ -80,7 +96,8 @@ class Dialled(Strict):
     ignored: ClassVar[frozenset[str]] = frozenset()
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
 
-    loops: Whole | Literal["auto"] | None = None
+    loops: Whole | Literal["auto"] | LoopSpan | None = None
+    loops_policy: Literal["strict", "clamp"] | None = None
     min_loops: Whole | None = None
     prefill_loops: Whole | None = None
     exit_threshold: float | None = None
@@ -88,7 +105,7 @@ class Dialled(Strict):
     cache_salt: Salt | None = None
     priority: Whole | None = None
     service_tier: Tier | None = None
-    slo_ms: Positive | None = None
+    slo_ms: Positive | Deadlines | None = None
     reasoning_effort: Effort | None = None
     request_id: Label | None = None
 
@@ -101,7 +118,7 @@ R = TypeVar("R", bound=Dialled)
 
 def parse(kind: type[R], raw: bytes) -> R:
     """A request from a body. Raises RequestError (also UnsupportedParameter, UnknownParameter) and nothing else."""
-    data = load_object(raw)
+    data = _with_bag(load_object(raw))
     try:
         request = kind.model_validate(data)
     except ValidationError as error:
@@ -109,6 +126,19 @@ def parse(kind: type[R], raw: bytes) -> R:
     _check_extras(request)
     request.check()
     return request
+
+
+def _with_bag(data: dict[str, Any]) -> dict[str, Any]:
+    """Depth, order and deadline may also stand together in an object `tinyloop`."""
+    bag = data.pop("tinyloop", None) or {}
+    if not isinstance(bag, dict):
+        raise RequestError("tinyloop", "tinyloop must be an object")
+    for name, value in bag.items():
+        if name not in Dialled.model_fields:
+            refuse_unknown(f"tinyloop.{name}")
+        if data.get(name) not in (None, value):
+            raise RequestError(name, f"{name} and tinyloop.{name} differ")
+    return {**data, **bag}
 
 
 def load_object(raw: bytes) -> dict[str, Any]:
@@ -158,6 +188,9 @@ def _path(loc: tuple[int | str, ...]) -> str:
 
 
 def _check_extras(request: Dialled) -> None:
+    for field in ("loops", "slo_ms"):
+        for name in getattr(getattr(request, field), "model_extra", None) or ():
+            refuse_unknown(f"{field}.{name}")
     for name, value in (request.model_extra or {}).items():
         if value is None or name in request.ignored or value in request.unsupported.get(name, ()):
             continue

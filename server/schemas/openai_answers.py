@@ -28,11 +28,15 @@ class LoopReport(BaseModel):
 
     loops_requested: int | None
     loops_granted: int | None
+    loops_used_mean: float | None  # over the answer's tokens
+    loops_histogram: dict[str, int]  # loops -> tokens
     degraded: bool
     cache_hit: str  # "exact", "shallower", "deepened", or "" for none
     queue_ms: float
     ttft_ms: float | None
+    tpot_ms: float | None
     total_ms: float
+    slo_met: bool | None  # None: no limit was set
 
 
 class TokenLogprob(BaseModel):
