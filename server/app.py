@@ -25,7 +25,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server.routers import openai, ops
+from server.routers import openai, ops, tokens
 from server.routers.shared import error_response, refusal
 from server.security import OPEN_PATHS, Hosts, Keys
 from server.settings import Settings
@@ -55,6 +55,7 @@ def create_app(scheduler: "Scheduler", settings: Settings | None = None) -> Fast
     app.state.scheduler, app.state.settings = scheduler, settings
     app.include_router(ops.router)
     app.include_router(openai.router)
+    app.include_router(tokens.router)
     app.add_exception_handler(HTTPException, _http_error)  # also routes that do not exist
     app.add_middleware(Envelope, keys=Keys(settings.api_keys), hosts=Hosts(settings.allowed_hosts))
     if settings.cors_origins:  # around the envelope: a page may read a refusal too

@@ -232,6 +232,7 @@ class ScheduledRequest:
             prompt_tokens=self.prompt_tokens,
             loops_requested=self.req.loops,
             logprobs=tuple(self.logprobs),
+            prompt_logprobs=chunks[0].prompt_logprobs if chunks else (),
             token_loops=tuple(self.token_loops),
             timings=self.timings(),
         )

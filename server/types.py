@@ -95,13 +95,17 @@ class GenerationResult:
 
 @dataclass(frozen=True)
 class GenerationChunk:
-    """One token as it is produced; unpacks as (token_id, text). `text` may be empty while characters are held back."""
+    """One token as it is produced; unpacks as (token_id, text). `text` may be empty while characters are held back.
+
+    `prompt_logprobs` of prompt tokens 1, 2, ... come with the first, where they were asked for.
+    """
 
     token_id: int
     text: str
     logprobs: Logprobs | None = None
     finish_reason: FinishReason | None = None
     loops: int | None = None
+    prompt_logprobs: tuple[Logprobs, ...] = ()
 
     def __iter__(self) -> Iterator[int | str]:
         return iter((self.token_id, self.text))

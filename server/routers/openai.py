@@ -126,8 +126,8 @@ async def read_completion(request: Request, arrival: "Arrival") -> tuple[View, J
     body = parse(shapes.CompletionRequest, raw)
     alias = asked.alias_loops(body.model, scheduler.info)
     given = body.prompts
-    if len(given) * body.n > most:
-        raise RequestError("prompt", f"prompts times n must be at most {most}, got {len(given) * body.n}")
+    if len(given) * body.candidates > most:
+        raise RequestError("prompt", f"prompts times n must be at most {most}, got {len(given) * body.candidates}")
     prompts = await off_loop(sum(map(len, given)), lambda: [_tokens(scheduler.tokenizer, text) for text in given])
     _check_tokens(body, prompts, scheduler.info.vocab_size)
     limits = [asked.answer_limit(len(tokens), body.max_tokens, 16, scheduler.info, "prompt") for tokens in prompts]
@@ -156,6 +156,7 @@ def _view_facts(request: Request, body: shapes.Request) -> dict[str, Any]:
         "model": scheduler_of(request).info.id,
         "tokenizer": scheduler_of(request).tokenizer,
         "n": body.n,
+        "candidates": body.candidates,
         "logprobs": body.logprob_count is not None,
         "include_usage": options.include_usage or options.continuous_usage_stats,
         "running_usage": options.continuous_usage_stats,
@@ -207,7 +208,7 @@ def job(
             **depths,
         )
         for prompt, limit in zip(view.prompts, limits, strict=True)
-        for choice in range(body.n)
+        for choice in range(body.candidates)
     ]
     return Job(requests, arrival, asked.order(body), view.slo.wait_ms)
 
@@ -248,11 +249,11 @@ async def events(view: View, streams: "Sequence[ChunkStream]") -> AsyncGenerator
     opened: set[int] = set()
     async with aclosing(merged(streams)) as arrivals:
         async for index, chunk in arrivals:
-            choices = view.closing(index, _result(streams[index])) if chunk is None else view.deltas(index, chunk)
-            if index not in opened and (opening := view.opening(index)):
+            told = _result(streams[index]) if chunk is None else chunk
+            if index not in opened and (opening := view.opening(index, told.prompt_logprobs)):
                 yield view.chunk(opening)
             opened.add(index)
-            for choice in choices:
+            for choice in view.closing(index, told) if isinstance(told, GenerationResult) else view.deltas(index, told):
                 yield view.chunk(choice)
     if view.include_usage:
         yield view.usage_chunk([_result(stream) for stream in streams])

@@ -58,7 +58,8 @@ class TextOffsets:
 
 @dataclass(kw_only=True)
 class View(ABC):
-    """What both endpoints share. `prompts`: token ids, one tuple per prompt; `n` choices for each."""
+    """What both endpoints share. `prompts`: token ids, one tuple per prompt; `n` choices for each, the likeliest of
+    `candidates` if those are more."""
 
     kind: ClassVar[str]
     chunk_kind: ClassVar[str]
@@ -68,6 +69,7 @@ class View(ABC):
     tokenizer: "Tokenizer"
     prompts: Sequence[tuple[int, ...]]
     n: int = 1
+    candidates: int = 1
     logprobs: bool = False
     include_usage: bool = False
     running_usage: bool = False
@@ -82,19 +84,27 @@ class View(ABC):
 
     def whole(self, results: Sequence[GenerationResult]) -> dict[str, Any]:
         """The body of an answer that is not streamed."""
+        chosen = self._likeliest(results)
         return self._frame(self.kind) | {
-            "choices": [self.choice(index, result).model_dump() for index, result in enumerate(results)],
+            "choices": [self.choice(index, result).model_dump() for index, result in enumerate(chosen)],
             "usage": self.usage(results).model_dump(),
             "tinyloop": loop_report(results, self.slo).model_dump(),
         }
+
+    def _likeliest(self, results: Sequence[GenerationResult]) -> list[GenerationResult]:
+        """Of each prompt's candidates those whose tokens are the most probable in the mean, best first."""
+        if self.candidates == self.n:
+            return list(results)
+        groups = [results[at : at + self.candidates] for at in range(0, len(results), self.candidates)]
+        return [result for group in groups for result in sorted(group, key=_mean_logprob, reverse=True)[: self.n]]
 
     @abstractmethod
     def choice(self, index: int, result: GenerationResult) -> shapes.ChatChoice | shapes.CompletionChoice:
         """One whole choice."""
 
     @abstractmethod
-    def opening(self, index: int) -> dict[str, Any] | None:
-        """What a choice's first chunk holds before any token."""
+    def opening(self, index: int, prompt_logprobs: Sequence["Logprobs"]) -> dict[str, Any] | None:
+        """What a choice's first chunk holds before any token. Called before its `deltas`."""
 
     @abstractmethod
     def deltas(self, index: int, chunk: GenerationChunk) -> list[dict[str, Any]]:
@@ -115,7 +125,7 @@ class View(ABC):
 
     def usage(self, results: Sequence[GenerationResult]) -> shapes.Usage:
         """A prompt counts once, however many choices it has."""
-        cached = sum(result.cached_tokens for result in results[:: self.n])
+        cached = sum(result.cached_tokens for result in results[:: self.candidates])
         return self._usage(sum(len(result.token_ids) for result in results), cached)
 
     def _usage(self, completion: int, cached: int) -> shapes.Usage:
@@ -161,7 +171,7 @@ class ChatView(View):
             stop_reason=result.stop_reason,
         )
 
-    def opening(self, index: int) -> dict[str, Any]:
+    def opening(self, index: int, prompt_logprobs: Sequence["Logprobs"]) -> dict[str, Any]:
         return self._delta(index, {"role": "assistant", "content": ""})
 
     def deltas(self, index: int, chunk: GenerationChunk) -> list[dict[str, Any]]:
@@ -245,8 +255,11 @@ class CompletionView(View):
             stop_reason=result.stop_reason,
         )
 
-    def opening(self, index: int) -> dict[str, Any] | None:
-        return self._delta(index, self._echo(index)) if self.echoes else None
+    def opening(self, index: int, prompt_logprobs: Sequence["Logprobs"]) -> dict[str, Any] | None:
+        if not self.echoes:
+            return None
+        scored = self._logprobs(index, self._prompt(index, prompt_logprobs)) if self.logprobs else None
+        return self._delta(index, self._echo(index), logprobs=scored and scored.model_dump())
 
     def deltas(self, index: int, chunk: GenerationChunk) -> list[dict[str, Any]]:
         self._streamed += 1
@@ -267,10 +280,14 @@ class CompletionView(View):
     def _scored(self, index: int, result: GenerationResult) -> Iterator[tuple[int, "Logprobs | None"]]:
         """Tokens with their log-probabilities: the prompt's, if it is echoed, then the answer's."""
         if self.echoes:
-            first, *rest = self.prompts[index // self.n]
-            yield first, None
-            yield from zip(rest, result.prompt_logprobs, strict=True)
+            yield from self._prompt(index, result.prompt_logprobs)
         yield from zip(result.token_ids, result.logprobs, strict=False)
+
+    def _prompt(self, index: int, scores: Sequence["Logprobs"]) -> Iterator[tuple[int, "Logprobs | None"]]:
+        """The first token has no probability."""
+        first, *rest = self.prompts[index // self.n]
+        yield first, None
+        yield from zip(rest, scores, strict=True)
 
     def _logprobs(self, index: int, scored: Iterable[tuple[int, "Logprobs | None"]]) -> shapes.CompletionLogprobs:
         offsets = self._offsets.setdefault(index, TextOffsets())
@@ -289,6 +306,11 @@ class CompletionView(View):
         for i, logprob in (*logprobs.top, (token_id, logprobs.chosen)):
             top.setdefault(spelling(self.tokenizer, i)[1], finite(logprob))
         return top
+
+
+def _mean_logprob(result: GenerationResult) -> float:
+    scores = [finite(entry.chosen) for entry in result.logprobs]
+    return sum(scores) / len(scores) if scores else LOGPROB_FLOOR
 
 
 def loop_report(results: Sequence[GenerationResult], slo: Slo = NO_LIMIT) -> shapes.LoopReport:

@@ -17,8 +17,6 @@ from server.schemas.common import (
     Text,
     Texts,
     TokenIds,
-    UnsupportedParameter,
-    Whole,
     refuse_unknown,
 )
 from server.schemas.openai_forms import ResponseFormat, ToolChoice, ToolList, schema_of, tools_of
@@ -139,6 +137,11 @@ class Request(Dialled):
         return schema_of(self.response_format)
 
     @property
+    def candidates(self) -> int:
+        """How many answers are generated for each prompt."""
+        return self.n
+
+    @property
     @abstractmethod
     def logprob_count(self) -> int | None:
         """How many alternatives per token are shown; None: no log-probabilities at all."""
@@ -157,7 +160,7 @@ class Request(Dialled):
             "stop": stop,
             "stop_token_ids": tuple(self.stop_token_ids or ()),
             "include_stop": self.include_stop_str_in_output,
-            "logprobs": self.logprob_count,
+            "logprobs": 0 if self.logprob_count is None and self.candidates > self.n else self.logprob_count,
         }
         return {name: value for name, value in given.items() if value is not None}
 
@@ -205,7 +208,11 @@ class CompletionRequest(Request):
     prompt: Text | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
-    best_of: Whole | None = None
+    best_of: Annotated[int, Field(ge=1, le=128)] | None = None
+
+    @property
+    def candidates(self) -> int:
+        return self.best_of or self.n
 
     @property
     def logprob_count(self) -> int | None:
@@ -223,7 +230,7 @@ class CompletionRequest(Request):
 
     def check(self) -> None:
         super().check()
-        if self.best_of not in (None, self.n):
-            raise UnsupportedParameter("best_of", "best_of other than n is not supported by this server")
-        if self.echo and self.stream and self.logprobs is not None:
-            raise UnsupportedParameter("stream", "echo with logprobs cannot be streamed")
+        if self.best_of is not None and self.best_of < self.n:
+            raise RequestError("best_of", f"best_of must be at least n ({self.n}), got {self.best_of}")
+        if self.stream and self.candidates > self.n:
+            raise RequestError("best_of", "best_of above n cannot be streamed: which are the best is known at the end")

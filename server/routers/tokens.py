@@ -1,0 +1,81 @@
+"""The tokenizer over HTTP, at the root and under /v1, where clients look for it. Nothing here waits for the engine."""
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from fastapi import APIRouter, Request
+
+from server.routers import asked
+from server.routers.shared import off_loop, read_json, refusal, scheduler_of
+from server.schemas import tokens as shapes
+from server.schemas.openai_forms import tools_of
+from tinyloop import chat
+from tinyloop.tools import conversation
+
+if TYPE_CHECKING:
+    from tinyloop.tokenizer import Tokenizer
+
+router = APIRouter()
+
+
+@router.post("/tokenize")
+@router.post("/v1/tokenize")
+async def tokenize(request: Request) -> shapes.TokenizeAnswer:
+    """Token ids of a text, or of a chat as the model would see it."""
+    scheduler = scheduler_of(request)
+    tokenizer, info = scheduler.tokenizer, scheduler.info
+    body: shapes.TokenizeRequest = shapes.parse_strictly(shapes.TokenizeRequest, await read_json(request))
+    if body.model is not None:
+        asked.alias_loops(body.model, info)
+    length = len(body.text or "") + sum(len(message.text) for message in body.messages or ())
+    tokens = await off_loop(length, partial(_tokens, tokenizer, body))
+    texts = [tokenizer.token_text(token) for token in tokens] if body.return_token_strs else None
+    return shapes.TokenizeAnswer(count=len(tokens), max_model_len=info.max_context, tokens=tokens, token_strs=texts)
+
+
+def _tokens(tokenizer: "Tokenizer", body: shapes.TokenizeRequest) -> list[int]:
+    if body.text is not None:
+        begin = tokenizer.bos_id if body.add_special_tokens and tokenizer.add_bos else None
+        return [*([] if begin is None else [begin]), *tokenizer.encode(body.text)]
+    plain = [message.plain() for message in body.messages or ()]
+    tools = tools_of(body.tools, None, many=True)
+    messages, shown = conversation(tokenizer.chat_template, plain, tools.offered if tools else ())
+    ending = {"continue_final_message": body.continue_final_message}
+    opens = body.add_generation_prompt and not body.continue_final_message
+    return chat.render(tokenizer, messages, tools=shown, add_generation_prompt=opens, **ending)
+
+
+@router.post("/detokenize")
+@router.post("/v1/detokenize")
+async def detokenize(request: Request) -> shapes.DetokenizeAnswer:
+    """The text of token ids, control tokens as they are spelled."""
+    scheduler = scheduler_of(request)
+    body: shapes.DetokenizeRequest = shapes.parse_strictly(shapes.DetokenizeRequest, await read_json(request))
+    if body.model is not None:
+        asked.alias_loops(body.model, scheduler.info)
+    decode = partial(scheduler.tokenizer.decode, body.tokens, skip_special=False)
+    text = await off_loop(len(body.tokens), decode)
+    return shapes.DetokenizeAnswer(prompt=text, content=text)
+
+
+@router.get("/tokenizer_info")
+@router.get("/v1/tokenizer_info")
+async def tokenizer_info(request: Request) -> shapes.TokenizerInfo:
+    """What a client needs to count tokens and to render chats by itself."""
+    scheduler = scheduler_of(request)
+    tokenizer = scheduler.tokenizer
+    return shapes.TokenizerInfo(
+        tokenizer_class="PreTrainedTokenizerFast",
+        vocab_size=tokenizer.vocab_size,
+        model_max_length=scheduler.info.max_context,
+        add_bos_token=tokenizer.add_bos,
+        bos_token=tokenizer.special_tokens.get("bos_token"),
+        eos_token=tokenizer.special_tokens.get("eos_token"),
+        chat_template=tokenizer.chat_template,
+    )
+
+
+@router.post("/v1/embeddings", status_code=501)
+async def embeddings(request: Request) -> None:
+    """This model makes text and no embeddings."""
+    raise refusal(501, "not_supported", "this server has no embedding model", kind="not_supported_error")
