@@ -25,6 +25,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from server.openapi import describe
 from server.routers import openai, ops, tokens
 from server.routers.shared import error_response, refusal
 from server.security import OPEN_PATHS, Hosts, Keys
@@ -56,6 +57,7 @@ def create_app(scheduler: "Scheduler", settings: Settings | None = None) -> Fast
     app.include_router(ops.router)
     app.include_router(openai.router)
     app.include_router(tokens.router)
+    describe(app)
     app.add_exception_handler(HTTPException, _http_error)  # also routes that do not exist
     app.add_middleware(Envelope, keys=Keys(settings.api_keys), hosts=Hosts(settings.allowed_hosts))
     if settings.cors_origins:  # around the envelope: a page may read a refusal too

@@ -15,6 +15,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from server import structured
+from server.openapi import described
 from server.routers import asked
 from server.routers.openai_views import DONE, ChatView, CompletionView, View
 from server.routers.shared import (
@@ -50,27 +51,50 @@ if TYPE_CHECKING:
 
 router = APIRouter(prefix="/v1")
 STARTED = int(time.time())
+CHAT = described(
+    shapes.ChatRequest,
+    answers.ChatCompletion,
+    {
+        "model": "smollm2",
+        "messages": [{"role": "user", "content": "Name the capital of France."}],
+        "temperature": 0,
+        "loops": {"min": 1, "max": 4},
+    },
+    events=answers.ChatChunk,
+    busy=True,
+)
+COMPLETIONS = described(
+    shapes.CompletionRequest,
+    answers.Completion,
+    {"model": "smollm2", "prompt": "The capital of France is", "max_tokens": 4, "logprobs": 1, "loops": 2},
+    events=answers.CompletionChunk,
+    busy=True,
+)
 
 
-@router.get("/models")
+@router.get("/models", **described())
 async def models(request: Request) -> answers.ModelList:
+    """The served model, its depths, and what each reasoning effort stands for."""
     return answers.ModelList(data=[_card(scheduler_of(request).info)])
 
 
-@router.get("/models/{name:path}")
+@router.get("/models/{name:path}", **described(refusals=[404]))
 async def model(request: Request, name: str) -> answers.ModelCard:
+    """One model."""
     info = scheduler_of(request).info
     asked.alias_loops(name, info)
     return _card(info)
 
 
-@router.post("/chat/completions")
+@router.post("/chat/completions", **CHAT)
 async def chat_completions(request: Request) -> Response:
+    """The next turn of a conversation, whole or as a stream."""
     return await answer(request, read_chat)
 
 
-@router.post("/completions")
+@router.post("/completions", **COMPLETIONS)
 async def completions(request: Request) -> Response:
+    """What comes after a text, whole or as a stream."""
     return await answer(request, read_completion)
 
 

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Request
 
+from server.openapi import ErrorBody, described
 from server.routers import asked
 from server.routers.shared import off_loop, read_json, refusal, scheduler_of
 from server.schemas import tokens as shapes
@@ -16,10 +17,12 @@ if TYPE_CHECKING:
     from tinyloop.tokenizer import Tokenizer
 
 router = APIRouter()
+TOKENIZE = described(shapes.TokenizeRequest, example={"prompt": "The capital of France"})
+DETOKENIZE = described(shapes.DetokenizeRequest, example={"tokens": [504, 3575, 282, 4649]})
 
 
-@router.post("/tokenize")
-@router.post("/v1/tokenize")
+@router.post("/tokenize", **TOKENIZE)
+@router.post("/v1/tokenize", **TOKENIZE)
 async def tokenize(request: Request) -> shapes.TokenizeAnswer:
     """Token ids of a text, or of a chat as the model would see it."""
     scheduler = scheduler_of(request)
@@ -45,8 +48,8 @@ def _tokens(tokenizer: "Tokenizer", body: shapes.TokenizeRequest) -> list[int]:
     return chat.render(tokenizer, messages, tools=shown, add_generation_prompt=opens, **ending)
 
 
-@router.post("/detokenize")
-@router.post("/v1/detokenize")
+@router.post("/detokenize", **DETOKENIZE)
+@router.post("/v1/detokenize", **DETOKENIZE)
 async def detokenize(request: Request) -> shapes.DetokenizeAnswer:
     """The text of token ids, control tokens as they are spelled."""
     scheduler = scheduler_of(request)
@@ -58,8 +61,8 @@ async def detokenize(request: Request) -> shapes.DetokenizeAnswer:
     return shapes.DetokenizeAnswer(prompt=text, content=text)
 
 
-@router.get("/tokenizer_info")
-@router.get("/v1/tokenizer_info")
+@router.get("/tokenizer_info", **described())
+@router.get("/v1/tokenizer_info", **described())
 async def tokenizer_info(request: Request) -> shapes.TokenizerInfo:
     """What a client needs to count tokens and to render chats by itself."""
     scheduler = scheduler_of(request)
@@ -75,7 +78,7 @@ async def tokenizer_info(request: Request) -> shapes.TokenizerInfo:
     )
 
 
-@router.post("/v1/embeddings", status_code=501)
+@router.post("/v1/embeddings", status_code=501, **described(answer=ErrorBody))
 async def embeddings(request: Request) -> None:
     """This model makes text and no embeddings."""
     raise refusal(501, "not_supported", "this server has no embedding model", kind="not_supported_error")

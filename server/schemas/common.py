@@ -66,8 +66,17 @@ TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 Bias = Annotated[dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], float], BeforeValidator(_few)]
 
 
+def _true_schema(schema: dict[str, Any], kind: Any) -> None:
+    """Unknown fields are let in by the model only to be refused by name."""
+    schema["additionalProperties"] = False
+    ignored = {name: {"description": "Read and ignored."} for name in sorted(getattr(kind, "ignored", ()))}
+    schema.setdefault("properties", {}).update(ignored)
+    if ignored:
+        schema["properties"]["tinyloop"] = {"type": "object", "description": "Depth, order and deadline together."}
+
+
 class Strict(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, json_schema_extra=_true_schema)
 
 
 class LoopSpan(Strict):

@@ -119,9 +119,59 @@ class Completion(BaseModel):
     object: Literal["text_completion"] = "text_completion"
     created: int
     model: str
+    service_tier: str = "default"
     choices: list[CompletionChoice]
     usage: Usage
     tinyloop: LoopReport
+
+
+class CallDelta(BaseModel):
+    """A call opens with id, type and name; after that only its arguments come."""
+
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: dict[Literal["name", "arguments"], str]
+
+
+class Delta(BaseModel):
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+    tool_calls: list[CallDelta] | None = None
+
+
+class ChatChunkChoice(BaseModel):
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | Literal["tool_calls"] | None
+    stop_reason: str | int | None = None
+
+
+class ChatChunk(BaseModel):
+    """One event of a streamed chat; the last has no choices, if usage was asked for."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    service_tier: str = "default"
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = None
+    tinyloop: LoopReport | None = None
+
+
+class CompletionChunk(BaseModel):
+    """One event of a streamed completion; the last has no choices, if usage was asked for."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    service_tier: str = "default"
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+    tinyloop: LoopReport | None = None
 
 
 class LoopRange(BaseModel):
