@@ -195,11 +195,11 @@ async def test_a_reader_who_takes_nothing_has_left() -> None:
 
 
 class Flood(ScriptedEngine):
-    """Says more than the buffers of both sides hold."""
+    """Says more than the buffers of both sides hold, and then has all the time in the world."""
 
     async def _tokens(self, req: Any) -> Any:
-        for _ in range(req.max_new_tokens):
-            await asyncio.sleep(0)
+        for at in range(req.max_new_tokens):
+            await asyncio.sleep(0 if at < 1000 else 0.05)
             yield GenerationChunk(1, "x" * 50_000)
 
 

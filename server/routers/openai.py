@@ -8,7 +8,6 @@ import json
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request
@@ -20,6 +19,7 @@ from server.routers import asked
 from server.routers.openai_views import DONE, ChatView, CompletionView, View
 from server.routers.shared import (
     Job,
+    chat_prompt,
     close_all,
     dropped,
     error_body,
@@ -38,10 +38,8 @@ from server.schemas.common import parse
 from server.schemas.openai_forms import NamedTool
 from server.sse import EventStream, event, merged, unless_gone
 from server.types import GenerationRequest, GenerationResult
-from tinyloop import chat
 from tinyloop.errors import RequestError
 from tinyloop.sampling import SamplingParams
-from tinyloop.tools import conversation
 
 if TYPE_CHECKING:
     from server.engine import ModelInfo
@@ -119,22 +117,19 @@ async def read_chat(request: Request, arrival: "Arrival") -> tuple[View, Job, bo
     alias = asked.alias_loops(body.model, scheduler.info)
     tools = body.tools_asked()
     form = await structured.compiled(scheduler.tokenizer, body.schema_asked, tools)
-    offered = () if tools is None else tools.offered
-    plain = [message.plain() for message in body.messages]
-    messages, shown = conversation(scheduler.tokenizer.chat_template, plain, offered)
-
-    ending: dict[str, Any] = {
-        "add_generation_prompt": body.add_generation_prompt,
-        "continue_final_message": body.continue_final_message,
-    }
-    render = partial(chat.render, scheduler.tokenizer, messages, tools=shown, **ending)
-    prompt = await off_loop(sum(len(message["content"]) for message in messages), render)
+    prompt = await chat_prompt(
+        scheduler.tokenizer,
+        [message.plain() for message in body.messages],
+        tools,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+    )
     _check_tokens(body, [prompt], scheduler.info.vocab_size)
     most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     limit = asked.answer_limit(len(prompt), most, settings_of(request).default_max_tokens, scheduler.info, "messages")
     view = ChatView(
-        prompts=[tuple(prompt)],
-        tool_names=[tool.name for tool in offered],
+        prompts=[prompt],
+        tool_names=[tool.name for tool in tools.offered] if tools else [],
         named_tool=isinstance(body.tool_choice, NamedTool),
         **_view_facts(request, body),
     )

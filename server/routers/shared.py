@@ -9,6 +9,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from fastapi import HTTPException, Request
@@ -20,11 +21,15 @@ from server.errors import EngineError, HttpError, SchedulerShutdown, http_error
 from server.settings import Settings
 from server.sse import stop
 from server.types import GenerationRequest, GenerationResult
+from tinyloop import chat
+from tinyloop.tools import conversation
 
 if TYPE_CHECKING:
     from starlette.datastructures import State
 
     from server.scheduler import Arrival, ChunkStream, Scheduler
+    from tinyloop.tokenizer import Tokenizer
+    from tinyloop.tools import Tools
 
 T = TypeVar("T")
 log = logging.getLogger("tinyloop")
@@ -101,6 +106,27 @@ async def _read(request: Request, limit: int) -> bytes | None:
 async def off_loop(characters: int, work: Callable[[], T]) -> T:
     """The result of `work`, in a thread if it has much text to go through: probes must not wait for it."""
     return await asyncio.to_thread(work) if characters > LONG_TEXT else work()
+
+
+async def chat_prompt(
+    tokenizer: "Tokenizer",
+    messages: Sequence[Mapping[str, Any]],
+    tools: "Tools | None" = None,
+    *,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+) -> tuple[int, ...]:
+    """A conversation, and the tools that it may call, as the model is to see it. Raises RequestError."""
+    told, shown = conversation(tokenizer.chat_template, messages, tools.offered if tools else ())
+    render = partial(
+        chat.render,
+        tokenizer,
+        told,
+        tools=shown,
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
+    )
+    return tuple(await off_loop(sum(len(message["content"]) for message in told), render))
 
 
 async def run_all(scheduler: "Scheduler", job: Job) -> list[GenerationResult]:

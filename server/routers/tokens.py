@@ -7,11 +7,9 @@ from fastapi import APIRouter, Request
 
 from server.openapi import ErrorBody, described
 from server.routers import asked
-from server.routers.shared import off_loop, read_json, refusal, scheduler_of
+from server.routers.shared import chat_prompt, off_loop, read_json, refusal, scheduler_of
 from server.schemas import tokens as shapes
 from server.schemas.openai_forms import tools_of
-from tinyloop import chat
-from tinyloop.tools import conversation
 
 if TYPE_CHECKING:
     from tinyloop.tokenizer import Tokenizer
@@ -30,22 +28,24 @@ async def tokenize(request: Request) -> shapes.TokenizeAnswer:
     body: shapes.TokenizeRequest = shapes.parse_strictly(shapes.TokenizeRequest, await read_json(request))
     if body.model is not None:
         asked.alias_loops(body.model, info)
-    length = len(body.text or "") + sum(len(message.text) for message in body.messages or ())
-    tokens = await off_loop(length, partial(_tokens, tokenizer, body))
+    tokens = await _tokens(tokenizer, body)
     texts = [tokenizer.token_text(token) for token in tokens] if body.return_token_strs else None
     return shapes.TokenizeAnswer(count=len(tokens), max_model_len=info.max_context, tokens=tokens, token_strs=texts)
 
 
-def _tokens(tokenizer: "Tokenizer", body: shapes.TokenizeRequest) -> list[int]:
-    if body.text is not None:
+async def _tokens(tokenizer: "Tokenizer", body: shapes.TokenizeRequest) -> list[int]:
+    text = body.text
+    if text is not None:
         begin = tokenizer.bos_id if body.add_special_tokens and tokenizer.add_bos else None
-        return [*([] if begin is None else [begin]), *tokenizer.encode(body.text)]
-    plain = [message.plain() for message in body.messages or ()]
-    tools = tools_of(body.tools, None, many=True)
-    messages, shown = conversation(tokenizer.chat_template, plain, tools.offered if tools else ())
-    ending = {"continue_final_message": body.continue_final_message}
-    opens = body.add_generation_prompt and not body.continue_final_message
-    return chat.render(tokenizer, messages, tools=shown, add_generation_prompt=opens, **ending)
+        return [*([] if begin is None else [begin]), *await off_loop(len(text), partial(tokenizer.encode, text))]
+    prompt = await chat_prompt(
+        tokenizer,
+        [message.plain() for message in body.messages or ()],
+        tools_of(body.tools, None, many=True),
+        add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
+        continue_final_message=body.continue_final_message,
+    )
+    return list(prompt)
 
 
 @router.post("/detokenize", **DETOKENIZE)
