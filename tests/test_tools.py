@@ -15,6 +15,7 @@ WEATHER = Tool("weather", "Tells it.", {"type": "object", "properties": {"city":
                                         "required": ["city"], "additionalProperties": False})  # fmt: skip
 TIME = Tool("time")
 HERMES = "{% if tools %}{{ tools | tojson }}{% endif %}<tool_call>{{ messages }}"
+IN_XML = "{% if tools %}{{ tools | tojson }}{% endif %}<tool_call><function=name>{{ messages }}"
 
 
 def written(name: str, arguments: Any) -> str:
@@ -145,8 +146,9 @@ MESSAGES: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-def test_a_template_that_knows_no_tools_is_told_of_them_in_words() -> None:
-    messages, shown = conversation("{{ messages }}", MESSAGES, BOTH)
+@pytest.mark.parametrize("template", ["{{ messages }}", IN_XML])
+def test_a_template_that_knows_no_tools_or_another_form_is_told_of_them_in_words(template: str) -> None:
+    messages, shown = conversation(template, MESSAGES, BOTH)
     assert shown is None
     assert [message["role"] for message in messages] == ["system", "user", "assistant", "user"]
     assert messages[0]["content"].startswith("Be brief.\n\n")

@@ -22,7 +22,7 @@ from tinyloop.tokenizer import Tokenizer
 
 MAX_SCHEMA = 64 << 10  # characters
 MAX_SCHEMA_DEPTH = 32
-MAX_SCHEMA_NODES = 4096
+MAX_SCHEMA_NODES = 2048
 SHOWN = 160  # characters of what the compiler says
 # Free whitespace is something to stay in for ever, so there is none beyond a blank after a comma and a colon.
 # `oneOf` and unknown keywords are refused rather than approximated: what is answered must validate.
@@ -125,7 +125,7 @@ def check_schema(schema: Any, field: str) -> None:
         raise RequestError(field, f"{field} may have at most {MAX_SCHEMA} characters")
 
 
-@lru_cache(maxsize=64)  # clients repeat their schemas
+@lru_cache(maxsize=32)  # clients repeat their schemas; up to 5 MB each
 def _compiled(tokenizer: Tokenizer, source: str, field: str) -> Constraint:
     if not tokenizer.eos_ids:
         raise RequestError(field, f"{field}: this model has no token that ends an answer, so none can be given a form")

@@ -85,7 +85,8 @@ def _opening(tool: Tool) -> str:
 
 def knows_tools(template: str | None) -> bool:
     """Whether a chat template shows tools, and in the form that is read here."""
-    return template is not None and "tools" in template and OPEN in template
+    xml = "<function="  # as Qwen3-Coder writes calls, between the same tags
+    return template is not None and xml not in template and all(word in template for word in ("tools", OPEN))
 
 
 def conversation(
