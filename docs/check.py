@@ -16,7 +16,8 @@ from typing import Any
 
 from server.routers import ops
 from server.scheduler import Scheduler
-from server.schemas.openai import ChatRequest, CompletionRequest, Request, parse
+from server.schemas.common import parse
+from server.schemas.openai import ChatRequest, CompletionRequest, Request
 from tinyloop.errors import RequestError
 
 ROOT = Path(__file__).resolve().parent.parent

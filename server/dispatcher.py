@@ -400,4 +400,5 @@ def _prompt_work(lease: Lease) -> float:
 
 def _chunk(event: TokenEvent) -> GenerationChunk:
     reason = cast("FinishReason | None", event.finish_reason)
-    return GenerationChunk(event.token_id, event.text, event.logprobs, reason, event.loops)
+    scores = tuple(event.lease.prompt_logprob_values) if event.lease.answer_tokens == 1 else ()
+    return GenerationChunk(event.token_id, event.text, event.logprobs, reason, event.loops, scores)

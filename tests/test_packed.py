@@ -9,6 +9,7 @@ from tinyloop.kernels import native
 from tinyloop.model import Model
 
 AT_ONCE = 32
+Answers = list[tuple[int, ...]]
 
 
 def requests(count: int, vocab: int, most: int, deepest: int) -> list[tuple[list[int], int]]:
@@ -19,12 +20,12 @@ def requests(count: int, vocab: int, most: int, deepest: int) -> list[tuple[list
     ]
 
 
-def alone_and_packed(model: Model, wanted: list[tuple[list[int], int]], tokens: int) -> tuple[list[object], list[object]]:
-    alone: list[object] = [
+def alone_and_packed(model: Model, wanted: list[tuple[list[int], int]], tokens: int) -> tuple[Answers, Answers]:
+    alone = [
         model.generate(prompt, loops=loops, max_new_tokens=tokens, sampling=GREEDY).token_ids
         for prompt, loops in wanted
     ]
-    packed: list[object] = []
+    packed: Answers = []
     for first in range(0, len(wanted), AT_ONCE):
         prompts, depths = zip(*wanted[first : first + AT_ONCE], strict=True)
         answers = model.generate_batch(list(prompts), loops=list(depths), max_new_tokens=tokens, sampling=GREEDY)

@@ -93,7 +93,7 @@ class Leases:
         different `salt` share nothing. Raises RequestError for what could never run.
         """
         self.check_request(plan, prompt, max_new_tokens, sampling, prompt_logprobs)
-        ends = () if sampling.ignore_eos else self.tokenizer.eos_ids
+        ends = () if sampling.ignore_eos and sampling.constraint is None else self.tokenizer.eos_ids
         lease = Lease(
             plan=plan,
             tokens=list(prompt),

@@ -8,12 +8,16 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tinyloop.arguments import number, shown, whole
 from tinyloop.errors import RequestError
+
+if TYPE_CHECKING:
+    from tinyloop.constraint import Constraint
 
 Logits = NDArray[np.float32]
 MAX_LOGPROBS = 128
@@ -29,7 +33,7 @@ class SamplingParams:
     temperature 0 (or below 1e-5) is greedy. `top_k` 0 and `min_p` 0 are off. `repetition_penalty` (Keskar et al. 2019)
     looks at prompt and answer, `presence_penalty` and `frequency_penalty` at the answer only. `logprobs` None: none; n:
     the chosen token's log-probability and the n most likely ones. Log-probabilities are those of the model itself,
-    before temperature, penalties and bias.
+    before temperature, penalties, bias and `constraint`, the form that the answer must have.
     """
 
     temperature: float = 1.0
@@ -47,6 +51,7 @@ class SamplingParams:
     min_tokens: int = 0
     ignore_eos: bool = False
     logprobs: int | None = None
+    constraint: "Constraint | None" = None
 
     def __post_init__(self) -> None:
         number("temperature", self.temperature, 0, 100)
@@ -110,6 +115,7 @@ class Sampler:
         self.stop_ids = tuple(stop_ids)
         self._rng = np.random.Generator(np.random.Philox(None if params.seed is None else params.seed % 2**64))
         self._answer: Counter[int] = Counter()
+        self._form = None if params.constraint is None else params.constraint.start()
         self._seen = set(prompt) if params.repetition_penalty != 1 else set()
 
     def choose(self, logits: Logits) -> tuple[int, Logprobs | None]:
@@ -120,16 +126,28 @@ class Sampler:
             raise FloatingPointError("the model produced logits that are not numbers")
         logprobs = None if self.params.logprobs is None else logprobs_of(logits, token, self.params.logprobs)
         self._answer[token] += 1
+        if self._form is not None and token not in self.stop_ids:
+            self._form.advance(token)
         if self.params.repetition_penalty != 1:
             self._seen.add(token)
         return token, logprobs
+
+    @property
+    def complete(self) -> bool:
+        """The answer has the form it must have, and nothing can follow."""
+        return self._form is not None and self._form.complete
+
+    @property
+    def lost(self) -> bool:
+        """The form could not be followed any further, so the answer has to be cut."""
+        return self._form is not None and self._form.lost
 
     def _adjust(self, logits: Logits) -> Logits:
         """Bias, penalties and banned tokens; a copy only where something changes."""
         params, out = self.params, logits
         ban = self.stop_ids if self._answer.total() < params.min_tokens else ()
         penalised = bool(self._answer) and (params.presence_penalty != 0 or params.frequency_penalty != 0)
-        if not (ban or penalised or self._seen or params.logit_bias):
+        if not (ban or penalised or self._seen or params.logit_bias or self._form):
             return out
         out = logits.copy()
         if self._seen:
@@ -142,7 +160,10 @@ class Sampler:
             out[tokens] -= params.presence_penalty + params.frequency_penalty * counts
         for token, bias in params.logit_bias.items():
             out[token] += bias
-        out[list(ban)] = -np.inf
+        if self._form is not None:
+            out[~self._form.allowed(len(out))] = -np.inf
+        if ban and (self._form is None or np.isfinite(np.delete(out, ban)).any()):  # a form that must end, ends
+            out[list(ban)] = -np.inf
         return out
 
     def _draw(self, logits: Logits) -> int:

@@ -7,8 +7,9 @@ the OpenAI shape, which is also how everything outside of any API fails.
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from fastapi import HTTPException, Request
@@ -20,12 +21,19 @@ from server.errors import EngineError, HttpError, SchedulerShutdown, http_error
 from server.settings import Settings
 from server.sse import stop
 from server.types import GenerationRequest, GenerationResult
+from tinyloop import chat
+from tinyloop.tools import conversation
 
 if TYPE_CHECKING:
+    from starlette.datastructures import State
+
     from server.scheduler import Arrival, ChunkStream, Scheduler
+    from tinyloop.tokenizer import Tokenizer
+    from tinyloop.tools import Tools
 
 T = TypeVar("T")
 log = logging.getLogger("tinyloop")
+_CLOSE = {"connection": "close"}  # the rest of the body is not read
 LONG_TEXT = 2_000  # characters; tokenising more than this would hold up the event loop
 
 
@@ -47,36 +55,78 @@ def settings_of(request: Request) -> Settings:
     return cast(Settings, request.app.state.settings)
 
 
-def refusal(status: int, code: str, message: str, param: str | None = None, **headers: str) -> HTTPException:
+def tenant_of(request: Request) -> str:
+    """On whose behalf a request comes: a digest of its API key, or "" where none is asked for."""
+    return cast(str, request.state.tenant)
+
+
+def refusal(
+    status: int,
+    code: str,
+    message: str,
+    param: str | None = None,
+    *,
+    kind: str = "invalid_request_error",
+    headers: Mapping[str, str] | None = None,
+) -> HTTPException:
     """What HTTP itself is refused for, in the shape of an OpenAI error."""
-    error = {"message": message, "type": "invalid_request_error", "param": param, "code": code}
-    return HTTPException(status, detail=error, headers=headers)
+    return HTTPException(status, {"message": message, "type": kind, "param": param, "code": code}, dict(headers or {}))
 
 
 async def read_json(request: Request) -> bytes:
-    """The raw body. Raises HTTPException 415 for another media type and 413 for too many bytes."""
+    """The raw body. Raises HTTPException 415 for another media type, 413 for too many bytes, 408 for slow ones."""
     media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media != "application/json":  # what a browser sends across sites without asking is never JSON
         raise refusal(415, "unsupported_media_type", "the content type must be application/json")
     limit = settings_of(request).max_body_bytes
     declared = request.headers.get("content-length", "0")
-    raw = bytearray()
     if not declared.isdecimal() or int(declared[:20]) <= limit:
         try:
-            async for piece in request.stream():
-                raw += piece
-                if len(raw) > limit:
-                    break
-            else:
-                return bytes(raw)
+            async with asyncio.timeout(settings_of(request).body_timeout_s):
+                raw = await _read(request, limit)
         except ClientDisconnect:
             raise refusal(400, "incomplete_body", "the connection ended before the body did") from None
-    raise refusal(413, "request_too_large", f"the body must not be larger than {limit} bytes", connection="close")
+        except TimeoutError:
+            raise refusal(408, "request_timeout", "the body did not come in time", headers=_CLOSE) from None
+        if raw is not None:
+            return raw
+    raise refusal(413, "request_too_large", f"the body must not be larger than {limit} bytes", headers=_CLOSE)
+
+
+async def _read(request: Request, limit: int) -> bytes | None:
+    """The body, or None as soon as it is too large."""
+    raw = bytearray()
+    async for piece in request.stream():
+        raw += piece
+        if len(raw) > limit:
+            return None
+    return bytes(raw)
 
 
 async def off_loop(characters: int, work: Callable[[], T]) -> T:
     """The result of `work`, in a thread if it has much text to go through: probes must not wait for it."""
     return await asyncio.to_thread(work) if characters > LONG_TEXT else work()
+
+
+async def chat_prompt(
+    tokenizer: "Tokenizer",
+    messages: Sequence[Mapping[str, Any]],
+    tools: "Tools | None" = None,
+    *,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+) -> tuple[int, ...]:
+    """A conversation, and the tools that it may call, as the model is to see it. Raises RequestError."""
+    told, shown = conversation(tokenizer.chat_template, messages, tools.offered if tools else ())
+    render = partial(
+        chat.render,
+        tokenizer,
+        told,
+        tools=shown,
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
+    )
+    return tuple(await off_loop(sum(len(message["content"]) for message in told), render))
 
 
 async def run_all(scheduler: "Scheduler", job: Job) -> list[GenerationResult]:
@@ -151,17 +201,18 @@ def _logged(error: Exception, request_id: str) -> HttpError:
     return HttpError(500, known.code, f"internal error, id {request_id}")
 
 
-def error_response(error: Exception, request_id: str, scheduler: "Scheduler") -> JSONResponse:
-    """The answer to a request that failed before its first byte."""
+def error_response(error: Exception, request_id: str, state: "State") -> JSONResponse:
+    """The answer to a request that failed before its first byte. `state` is the application's."""
     if isinstance(error, RoutingError):
         return _routing_error(error)
     known = http_error(error)
     headers = {}
     if known.status == 503:
-        headers["retry-after"] = str(known.retry_after_s or _queue_seconds(scheduler))
+        headers["retry-after"] = str(known.retry_after_s or _queue_seconds(state.scheduler))
     if known.status == 500:
         headers["x-should-retry"] = "false"
-    return JSONResponse(error_body(error, request_id), known.status, headers)
+    status = state.settings.busy_status if known.code in _TYPES else known.status
+    return JSONResponse(error_body(error, request_id), status, headers)
 
 
 def _routing_error(error: RoutingError) -> JSONResponse:

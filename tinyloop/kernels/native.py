@@ -112,8 +112,8 @@ def rope_write(
     slots = slots.contiguous()  # a row of a table may lie across it
     turned = q.new_empty(rows, heads, head_dim)
     kernel(q.data_ptr(), k.data_ptr(), v.data_ptr(), stride, cos.data_ptr(), sin.data_ptr(), slots.data_ptr(),
-           keys.shape[0] * keys.shape[1], turned.data_ptr(), keys.data_ptr(), values.data_ptr(), rows, heads, k.shape[1], head_dim,
-           torch.get_num_threads())  # fmt: skip
+           keys.shape[0] * keys.shape[1], turned.data_ptr(), keys.data_ptr(), values.data_ptr(), rows, heads,
+           k.shape[1], head_dim, torch.get_num_threads())  # fmt: skip
     return turned
 
 
