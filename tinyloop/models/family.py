@@ -20,6 +20,7 @@ from tinyloop.kernels import Int8Linear, Linear
 from tinyloop.layers import Attention, GatedMLP, Layer, PreNormLayer, RMSNorm
 from tinyloop.recurrence import NormedRecurrence, Recurrence
 
+MOST = 4096
 BEYOND_TRAINED = 2  # quality falls slowly past the trained depth; up to twice of it may be asked for
 
 
@@ -140,6 +141,19 @@ class Facts:
         if value < least:
             raise CheckpointError(f"config.json: {key} must be at least {least}, got {shown(value)}")
         return value
+
+    def few(self, key: str, default: int | None = None, least: int = 1) -> int:
+        """A number of layers, loops or cycles: lists are made of these, so there is a most."""
+        value = self.count(key, default, least)
+        if value > MOST:
+            raise CheckpointError(f"config.json: {key} must be at most {MOST}, got {shown(value)}")
+        return value
+
+    def full_attention(self) -> None:
+        """Refuse layers that do not see everything."""
+        kinds = self.raw.get("layer_types") or []
+        if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
+            raise CheckpointError(f"config.json: layer_types = {shown(kinds)} is not supported")
 
     def rotary(self, default: float = 10000.0) -> Rotary:
         """The table of rotary angles; Llama 3's stretched one is known, other and partial variants are refused."""
