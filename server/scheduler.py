@@ -179,6 +179,20 @@ class Scheduler:
         """The caller has gone. What waits is dropped at once, what runs stops at the next loop boundary."""
         self.dispatcher.cancel(request)
 
+    def cancel_named(self, name: str, tenant: str) -> int:
+        """Cancel what runs or waits under this name, its own id or the caller's label. Returns how many; a tenant's
+        own only."""
+        found = [
+            request
+            for request in self.dispatcher.everybody()
+            if name in (request.request_id, request.req.request_id)
+            and request.tenant == tenant
+            and not request.cancelled
+        ]
+        for request in found:
+            self.cancel(request)
+        return len(found)
+
     def _enter(
         self, req: GenerationRequest, priority: int, slo_ms: float | None, *, streaming: bool
     ) -> ScheduledRequest:
