@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import uvicorn
 from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -26,13 +27,14 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.openapi import describe
-from server.routers import lmstudio, lmstudio_v1, openai, ops, tokens
+from server.routers import lmstudio, lmstudio_v1, openai, ops, responses, tokens
 from server.routers.shared import Dress, error_response, openai_error, refusal
 from server.security import OPEN_PATHS, Hosts, Keys
 from server.settings import Settings
 from server.sse import ClientGone
 from server.store import ResponseStore
 from tinyloop import __version__
+from tinyloop.errors import RequestError
 
 if TYPE_CHECKING:
     from server.scheduler import Scheduler
@@ -57,9 +59,10 @@ def create_app(scheduler: "Scheduler", settings: Settings | None = None) -> Fast
     app = FastAPI(title="TinyLoop", version=__version__, lifespan=lifespan)
     app.state.scheduler, app.state.settings = scheduler, settings
     app.state.store = ResponseStore(settings.store_bytes)
-    for module in (ops, openai, tokens, lmstudio, lmstudio_v1):
+    for module in (ops, openai, tokens, responses, lmstudio, lmstudio_v1):
         app.include_router(module.router)
     describe(app)
+    app.add_exception_handler(RequestValidationError, _http_error)
     app.add_exception_handler(HTTPException, _http_error)  # also routes that do not exist
     app.add_middleware(Envelope, keys=Keys(settings.api_keys), hosts=Hosts(settings.allowed_hosts))
     if settings.cors_origins:  # around the envelope: a page may read a refusal too
@@ -74,6 +77,9 @@ def create_app(scheduler: "Scheduler", settings: Settings | None = None) -> Fast
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
+    if isinstance(error, RequestValidationError):  # a query or a path; bodies are read by the routers
+        wrong = error.errors()[0]
+        error = RequestError(str(wrong["loc"][-1]), f"{wrong['loc'][-1]}: {wrong['msg'].removeprefix('Input ')}")
     return error_response(error, request.state.request_id, request.app.state, dress_of(request.url.path))
 
 

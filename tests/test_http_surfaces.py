@@ -38,6 +38,7 @@ SURFACES = [
         Surface("/api/v1/chat", {"input": "Hi"}, "max_output_tokens", invalid="invalid_request", full="unknown"),
         id="lmstudio v1 chat",
     ),
+    pytest.param(Surface("/v1/responses", {"input": "Hi"}, "max_output_tokens"), id="responses"),
 ]
 every_surface = pytest.mark.parametrize("surface", SURFACES)
 whole_and_streamed = pytest.mark.parametrize("stream", [False, True])

@@ -85,7 +85,7 @@ async def unload(request: Request) -> None:
 @router.post("/chat", **CHAT)
 async def chat(request: Request) -> Response:
     """The next answer of a conversation, whole or as named events."""
-    with scheduler_of(request).arrival() as arrival, renaming(NAMES):
+    with scheduler_of(request).arrival() as arrival, renaming(NAMES.get):
         with scheduler_of(request).counting_refusals():
             body = parse(shapes.ChatV1, await read_body(request, arrival))
             owner = tenant_of(request)

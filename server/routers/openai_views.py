@@ -181,8 +181,7 @@ class ChatView(View):
 
     def deltas(self, index: int, chunk: GenerationChunk) -> list[dict[str, Any]]:
         self._streamed += 1
-        pieces = self._reader(index).push(chunk.text) if self.tool_names else [Piece(chunk.text)] if chunk.text else []
-        shown = [self._delta(index, _shown(piece)) for piece in pieces]
+        shown = [self._delta(index, _shown(piece)) for piece in self.pieces(index, chunk.text)]
         if self.logprobs and chunk.logprobs is not None:
             logprobs = shapes.ChatLogprobs(content=[self.logprob(chunk.token_id, chunk.logprobs)])
             shown = shown or [self._delta(index, {"content": ""})]
@@ -194,6 +193,16 @@ class ChatView(View):
         rest = [self._delta(index, _shown(piece)) for piece in reader.finish()]
         reason = self._finish_reason(reader, result)
         return [*rest, self._delta(index, {}, finish_reason=reason, stop_reason=result.stop_reason)]
+
+    def pieces(self, index: int, text: str) -> list[Piece]:
+        """The text and the calls that some more of an answer settles."""
+        if not self.tool_names:
+            return [Piece(text)] if text else []
+        return self._reader(index).push(text)
+
+    def rest(self, index: int) -> list[Piece]:
+        """What was held back until the end."""
+        return self._reader(index).finish()
 
     def _reader(self, index: int) -> ToolReader:
         return self._readers.setdefault(index, ToolReader(self.tool_names))

@@ -4,7 +4,7 @@ A `Teller` turns chunks and results into an API's words; `tell` has the generati
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import ExitStack, aclosing, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -121,12 +121,12 @@ def stream_headers(streams: "Sequence[ChunkStream]", default: int) -> Callable[[
 
 
 @contextmanager
-def renaming(names: Mapping[str, str]) -> Iterator[None]:
-    """A field's complaint under the name that the caller's API has for it."""
+def renaming(names: Callable[[str], str | None]) -> Iterator[None]:
+    """A field's complaint under the name that the caller's API has for it, if it has another."""
     try:
         yield
     except RequestError as error:
-        name = names.get(error.field)
+        name = names(error.field)
         if name is None or isinstance(error, UnknownParameter):  # which is named as the client wrote it
             raise
         renamed = type(error)(name, str(error).replace(error.field, name, 1))
