@@ -27,7 +27,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.openapi import describe
-from server.routers import lmstudio, lmstudio_v1, openai, ops, responses, tokens
+from server.routers import anthropic, lmstudio, lmstudio_v1, openai, ops, responses, tokens
 from server.routers.shared import Dress, error_response, openai_error, refusal
 from server.security import OPEN_PATHS, Hosts, Keys
 from server.settings import Settings
@@ -39,7 +39,10 @@ from tinyloop.errors import RequestError
 if TYPE_CHECKING:
     from server.scheduler import Scheduler
 
-DRESSES: tuple[tuple[str, Dress], ...] = (("/api/v1/", lmstudio_v1.dress),)
+DRESSES: tuple[tuple[str, Dress], ...] = (
+    ("/v1/messages", anthropic.dress),
+    ("/api/v1/", lmstudio_v1.dress),
+)
 EXPOSED = ("x-request-id", "x-tinyloop-loops", "x-tinyloop-degraded", "retry-after")
 _SANE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -59,7 +62,7 @@ def create_app(scheduler: "Scheduler", settings: Settings | None = None) -> Fast
     app = FastAPI(title="TinyLoop", version=__version__, lifespan=lifespan)
     app.state.scheduler, app.state.settings = scheduler, settings
     app.state.store = ResponseStore(settings.store_bytes)
-    for module in (ops, openai, tokens, responses, lmstudio, lmstudio_v1):
+    for module in (ops, openai, tokens, responses, anthropic, lmstudio, lmstudio_v1):
         app.include_router(module.router)
     describe(app)
     app.add_exception_handler(RequestValidationError, _http_error)

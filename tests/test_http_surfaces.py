@@ -39,6 +39,7 @@ SURFACES = [
         id="lmstudio v1 chat",
     ),
     pytest.param(Surface("/v1/responses", {"input": "Hi"}, "max_output_tokens"), id="responses"),
+    pytest.param(Surface("/v1/messages", MESSAGES, "max_tokens", full="overloaded_error"), id="anthropic"),
 ]
 every_surface = pytest.mark.parametrize("surface", SURFACES)
 whole_and_streamed = pytest.mark.parametrize("stream", [False, True])
