@@ -40,6 +40,10 @@ SURFACES = [
     ),
     pytest.param(Surface("/v1/responses", {"input": "Hi"}, "max_output_tokens"), id="responses"),
     pytest.param(Surface("/v1/messages", MESSAGES, "max_tokens", full="overloaded_error"), id="anthropic"),
+    pytest.param(
+        Surface("/tinyloop/v1/generate", {"prompt": "Hi"}, "max_new_tokens", loops=lambda body: body["loops_granted"]),
+        id="native",
+    ),
 ]
 every_surface = pytest.mark.parametrize("surface", SURFACES)
 whole_and_streamed = pytest.mark.parametrize("stream", [False, True])
