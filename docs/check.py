@@ -16,7 +16,7 @@ from typing import Any
 
 from server.routers import ops
 from server.scheduler import Scheduler
-from server.schemas import anthropic, lmstudio, native, responses
+from server.schemas import anthropic, decisions, lmstudio, native, responses
 from server.schemas.common import Body, parse
 from server.schemas.openai import ChatRequest, CompletionRequest
 from tinyloop.errors import RequestError
@@ -29,6 +29,7 @@ BODY = re.compile(r"(?:-d|--data) '(.*?)'(?:\s|$)", re.DOTALL)
 # What a path is sent; a longer path stands before one that it ends with.
 BODIES: dict[str, type[Body]] = {
     "/api/v1/chat": lmstudio.ChatV1,
+    "/v1/decisions": decisions.DecisionRequest,
     "/v1/messages": anthropic.MessagesRequest,
     "/tinyloop/v1/generate": native.Generate,
     "/tinyloop/v1/prefixes": native.Register,

@@ -27,7 +27,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.openapi import describe
-from server.routers import anthropic, lmstudio, lmstudio_v1, native, openai, ops, responses, tokens
+from server.routers import anthropic, decisions, lmstudio, lmstudio_v1, native, openai, ops, responses, tokens
 from server.routers.shared import Dress, error_response, openai_error, refusal
 from server.security import OPEN_PATHS, Hosts, Keys
 from server.settings import Settings
@@ -62,7 +62,7 @@ def create_app(scheduler: "Scheduler", settings: Settings | None = None) -> Fast
     app = FastAPI(title="TinyLoop", version=__version__, lifespan=lifespan)
     app.state.scheduler, app.state.settings = scheduler, settings
     app.state.store = ResponseStore(settings.store_bytes)
-    for module in (ops, openai, tokens, responses, anthropic, lmstudio, lmstudio_v1, native):
+    for module in (ops, openai, tokens, responses, decisions, anthropic, lmstudio, lmstudio_v1, native):
         app.include_router(module.router)
     describe(app)
     app.add_exception_handler(RequestValidationError, _http_error)

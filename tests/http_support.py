@@ -112,7 +112,8 @@ class ScriptedEngine:
     def _logprobs(self, req: GenerationRequest, token: int) -> Logprobs | None:
         if req.sampling.logprobs is None:
             return None
-        return Logprobs(-0.25, ((token, -0.25), (1, -float("inf")))[: req.sampling.logprobs])
+        wanted = tuple((one, -1.0 - at) for at, one in enumerate(req.sampling.logprob_tokens))
+        return Logprobs(-0.25, ((token, -0.25), (1, -float("inf")))[: req.sampling.logprobs], wanted)
 
 
 @asynccontextmanager
