@@ -231,4 +231,5 @@ def _check_extras(request: Body) -> None:
 def refuse_unknown(name: str, says: str = Body.unknown_says) -> NoReturn:
     """Raises UnknownParameter, with as much of the name as a message may hold."""
     shown = name if len(name) <= SHOWN else name[:SHOWN] + "..."
+    shown = shown.encode("utf-8", "backslashreplace").decode()  # half of a surrogate pair could not be sent back
     raise UnknownParameter(shown, says.format(repr(shown)))
