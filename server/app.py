@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import uvicorn
 from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -26,16 +27,22 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.openapi import describe
-from server.routers import openai, ops, tokens
-from server.routers.shared import error_response, refusal
+from server.routers import anthropic, decisions, lmstudio, lmstudio_v1, native, openai, ops, responses, tokens
+from server.routers.shared import Dress, error_response, openai_error, refusal
 from server.security import OPEN_PATHS, Hosts, Keys
 from server.settings import Settings
 from server.sse import ClientGone
+from server.store import ResponseStore
 from tinyloop import __version__
+from tinyloop.errors import RequestError
 
 if TYPE_CHECKING:
     from server.scheduler import Scheduler
 
+DRESSES: tuple[tuple[str, Dress], ...] = (
+    ("/v1/messages", anthropic.dress),
+    ("/api/v1/", lmstudio_v1.dress),
+)
 EXPOSED = ("x-request-id", "x-tinyloop-loops", "x-tinyloop-degraded", "retry-after")
 _SANE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -54,10 +61,11 @@ def create_app(scheduler: "Scheduler", settings: Settings | None = None) -> Fast
 
     app = FastAPI(title="TinyLoop", version=__version__, lifespan=lifespan)
     app.state.scheduler, app.state.settings = scheduler, settings
-    app.include_router(ops.router)
-    app.include_router(openai.router)
-    app.include_router(tokens.router)
+    app.state.store = ResponseStore(settings.store_bytes)
+    for module in (ops, openai, tokens, responses, decisions, anthropic, lmstudio, lmstudio_v1, native):
+        app.include_router(module.router)
     describe(app)
+    app.add_exception_handler(RequestValidationError, _http_error)
     app.add_exception_handler(HTTPException, _http_error)  # also routes that do not exist
     app.add_middleware(Envelope, keys=Keys(settings.api_keys), hosts=Hosts(settings.allowed_hosts))
     if settings.cors_origins:  # around the envelope: a page may read a refusal too
@@ -72,7 +80,15 @@ def create_app(scheduler: "Scheduler", settings: Settings | None = None) -> Fast
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    return error_response(error, request.state.request_id, request.app.state)
+    if isinstance(error, RequestValidationError):  # a query or a path; bodies are read by the routers
+        wrong = error.errors()[0]
+        error = RequestError(str(wrong["loc"][-1]), f"{wrong['loc'][-1]}: {wrong['msg'].removeprefix('Input ')}")
+    return error_response(error, request.state.request_id, request.app.state, dress_of(request.url.path))
+
+
+def dress_of(path: str) -> Dress:
+    """How the API that a path belongs to shows its errors."""
+    return next((dress for prefix, dress in DRESSES if path.startswith(prefix)), openai_error)
 
 
 class Envelope:
@@ -107,7 +123,7 @@ class Envelope:
                 return
             if started or scope["type"] != "http":
                 raise
-            answer = error_response(error, request_id, scope["app"].state)
+            answer = error_response(error, request_id, scope["app"].state, dress_of(scope["path"]))
             await answer(scope, receive, send_with_id)
 
     def _checked(self, scope: Scope) -> str:
@@ -120,7 +136,7 @@ class Envelope:
             said = "authorization" in headers or "x-api-key" in headers
             problem = "this API key is not known" if said else "an API key is needed: authorization: Bearer KEY"
             challenge = {"WWW-Authenticate": "Bearer"}
-            raise refusal(401, "invalid_api_key", problem, kind="authentication_error", headers=challenge)
+            raise refusal(401, "invalid_api_key", problem, headers=challenge)
         return tenant or ""
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 from tinyloop import __version__
 
@@ -41,6 +41,14 @@ class ErrorBody(BaseModel):
     """How every refusal looks."""
 
     error: ErrorDetail
+
+
+class NamedEvent(BaseModel):
+    """An event of a stream; its fields go with its `type`, which is also its name."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str
 
 
 def described(

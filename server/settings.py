@@ -18,7 +18,8 @@ class Settings:
     `allowed_hosts` are the values of the Host header that are answered, without the port; none means all. Keep them to
     loopback names on a loopback address, or any web page can reach the server by rebinding its own name to 127.0.0.1.
     `api_keys`: none means that no key is asked for. `cors_origins`: the web pages that may ask, "*" for all.
-    `busy_status` refuses for lack of room or time. `http_drain` lets whoever may ask end the server with `POST /drain`.
+    `busy_status` refuses for lack of room or time. `store_bytes` bounds the answers that are kept for clients who come
+    back to them by id; 0 keeps none. `http_drain` lets whoever may ask end the server with `POST /drain`.
     """
 
     max_body_bytes: int = 2 << 20
@@ -32,4 +33,5 @@ class Settings:
     api_keys: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()
     busy_status: Literal[429, 503] = 503
+    store_bytes: int = 64 << 20
     http_drain: bool = False

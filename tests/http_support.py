@@ -112,7 +112,8 @@ class ScriptedEngine:
     def _logprobs(self, req: GenerationRequest, token: int) -> Logprobs | None:
         if req.sampling.logprobs is None:
             return None
-        return Logprobs(-0.25, ((token, -0.25), (1, -float("inf")))[: req.sampling.logprobs])
+        wanted = tuple((one, -1.0 - at) for at, one in enumerate(req.sampling.logprob_tokens))
+        return Logprobs(-0.25, ((token, -0.25), (1, -float("inf")))[: req.sampling.logprobs], wanted)
 
 
 @asynccontextmanager
@@ -194,3 +195,14 @@ def events(text: str) -> list[Any]:
     """The data of an event stream; [DONE] stays a string."""
     data = [line.removeprefix("data: ") for line in text.split("\n") if line.startswith("data: ")]
     return [item if item == "[DONE]" else json.loads(item) for item in data]
+
+
+def named(text: str) -> list[tuple[str, dict[str, Any]]]:
+    """Name and data of each event; both must agree."""
+    found = []
+    for block in text.strip().split("\n\n"):
+        if block.startswith("event: "):
+            head, data = block.split("\n")
+            found.append((head.removeprefix("event: "), json.loads(data.removeprefix("data: "))))
+    assert all(name == data["type"] for name, data in found)
+    return found

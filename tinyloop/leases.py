@@ -337,7 +337,8 @@ def _extend(spans: list[Span], span: Span) -> None:
 
 
 def _check_ids(sampling: SamplingParams, vocab_size: int) -> None:
-    for field, ids in (("logit_bias", sampling.logit_bias), ("stop_token_ids", sampling.stop_token_ids)):
+    for field, ids in (("logit_bias", sampling.logit_bias), ("stop_token_ids", sampling.stop_token_ids),
+                       ("logprob_tokens", sampling.logprob_tokens)):  # fmt: skip
         for token in ids:
             if not 0 <= token < vocab_size:
                 raise RequestError(field, f"{field}: token ids must be between 0 and {vocab_size - 1}, got {token}")

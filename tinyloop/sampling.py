@@ -32,8 +32,8 @@ class SamplingParams:
 
     temperature 0 (or below 1e-5) is greedy. `top_k` 0 and `min_p` 0 are off. `repetition_penalty` (Keskar et al. 2019)
     looks at prompt and answer, `presence_penalty` and `frequency_penalty` at the answer only. `logprobs` None: none; n:
-    the chosen token's log-probability and the n most likely ones. Log-probabilities are those of the model itself,
-    before temperature, penalties, bias and `constraint`, the form that the answer must have.
+    the chosen token's log-probability and the n most likely ones, and those of `logprob_tokens`. Log-probabilities are
+    those of the model itself, before temperature, penalties, bias and `constraint`, the form that the answer must have.
     """
 
     temperature: float = 1.0
@@ -51,6 +51,7 @@ class SamplingParams:
     min_tokens: int = 0
     ignore_eos: bool = False
     logprobs: int | None = None
+    logprob_tokens: tuple[int, ...] = ()
     constraint: "Constraint | None" = None
 
     def __post_init__(self) -> None:
@@ -81,6 +82,8 @@ class SamplingParams:
             raise RequestError("stop_token_ids", f"stop_token_ids must be token ids, got {shown(self.stop_token_ids)}")
         for token in self.stop_token_ids:
             whole("stop_token_ids", token, 0, 2**31)
+        for token in self.logprob_tokens:
+            whole("logprob_tokens", token, 0, 2**31)
 
     @property
     def greedy(self) -> bool:
@@ -101,10 +104,11 @@ def _stops(stop: str | Sequence[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Logprobs:
-    """Log-probability of the chosen token, and the most likely tokens with theirs, best first."""
+    """Log-probability of the chosen token, the most likely tokens with theirs, best first, and those asked for."""
 
     chosen: float
     top: tuple[tuple[int, float], ...] = ()
+    wanted: tuple[tuple[int, float], ...] = ()
 
 
 class Sampler:
@@ -124,7 +128,9 @@ class Sampler:
         token = int(adjusted.argmax()) if self.params.greedy else self._draw(adjusted)
         if math.isnan(adjusted[token]):
             raise FloatingPointError("the model produced logits that are not numbers")
-        logprobs = None if self.params.logprobs is None else logprobs_of(logits, token, self.params.logprobs)
+        logprobs = None
+        if self.params.logprobs is not None:
+            logprobs = logprobs_of(logits, token, self.params.logprobs, self.params.logprob_tokens)
         self._answer[token] += 1
         if self._form is not None and token not in self.stop_ids:
             self._form.advance(token)
@@ -196,8 +202,8 @@ def _nucleus_floor(weights: NDArray[np.float64], mass: float) -> float:
     return 0.0
 
 
-def logprobs_of(logits: Logits, token: int, top: int) -> Logprobs:
-    """Log-softmax of one row at `token` and at its `top` largest entries. `logits`: [vocab_size]."""
+def logprobs_of(logits: Logits, token: int, top: int, wanted: Sequence[int] = ()) -> Logprobs:
+    """Log-softmax of one row at `token`, at its `top` largest entries and at `wanted`. `logits`: [vocab_size]."""
     wide = logits.astype(np.float64)
     wide -= wide.max()
     wide -= math.log(np.exp(wide).sum())
@@ -205,4 +211,6 @@ def logprobs_of(logits: Logits, token: int, top: int) -> Logprobs:
     if top:
         largest = np.argpartition(wide, -top)[-top:] if top < len(wide) else np.arange(len(wide))
         best = largest[np.lexsort((largest, -wide[largest]))].tolist()
-    return Logprobs(float(wide[token]), tuple((i, float(wide[i])) for i in best))
+    return Logprobs(
+        float(wide[token]), tuple((i, float(wide[i])) for i in best), tuple((i, float(wide[i])) for i in wanted)
+    )

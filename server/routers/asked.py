@@ -31,10 +31,10 @@ def alias_loops(name: str, info: "ModelInfo") -> int | None:
         shown = name if len(name) <= SHOWN else name[:SHOWN] + "..."
         message = f"The model `{shown}` does not exist. Served models: {info.id}."
         raise refusal(404, "model_not_found", message, "model")
-    return _within("loops", int(loops), info) if loops else None
+    return within("loops", int(loops), info) if loops else None
 
 
-def _within(field: str, loops: int, info: "ModelInfo") -> int:
+def within(field: str, loops: int, info: "ModelInfo") -> int:
     if not info.min_loops <= loops <= info.max_loops:
         raise RequestError(field, f"{field} must be between {info.min_loops} and {info.max_loops}, got {loops}")
     return loops
@@ -91,7 +91,7 @@ def _one(field: str, other: str, value: T | None, same: T | None) -> T | None:
 def _bounded(field: str, loops: int, info: "ModelInfo", policy: str | None) -> int:
     if policy == "clamp":
         return min(max(loops, info.min_loops), info.max_loops)
-    return _within(field, loops, info)
+    return within(field, loops, info)
 
 
 def _header_number(headers: Mapping[str, str], name: str, least: float) -> float:

@@ -21,17 +21,18 @@ from server.routers.shared import (
     Job,
     chat_prompt,
     close_all,
-    dropped,
+    depth_headers,
     error_body,
-    granted_loops,
     off_loop,
     open_streams,
-    read_json,
+    read_body,
+    result_of,
     run_all,
     scheduler_of,
     settings_of,
     tenant_of,
 )
+from server.routers.telling import stream_headers
 from server.schemas import openai as shapes
 from server.schemas import openai_answers as answers
 from server.schemas.common import parse
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from server.scheduler import Arrival, ChunkStream
     from tinyloop.constraint import Constraint
     from tinyloop.tokenizer import Tokenizer
+    from tinyloop.tools import Tools
 
 router = APIRouter(prefix="/v1")
 STARTED = int(time.time())
@@ -109,21 +111,18 @@ async def answer(request: Request, read: Reader) -> Response:
 
 async def read_chat(request: Request, arrival: "Arrival") -> tuple[View, Job, bool]:
     """The conversation as a prompt, what is to be generated, and whether to stream it."""
+    body = parse(shapes.ChatRequest, await read_body(request, arrival))
+    view, work = await chat_job(request, arrival, body)
+    return view, work, body.stream
+
+
+async def chat_job(request: Request, arrival: "Arrival", body: shapes.ChatRequest) -> tuple[ChatView, Job]:
+    """What any API's chat comes to, once it has been put into the words of this one."""
     scheduler = scheduler_of(request)
-    scheduler.check_open()
-    raw = await read_json(request)
-    await arrival.take()
-    body = parse(shapes.ChatRequest, raw)
     alias = asked.alias_loops(body.model, scheduler.info)
     tools = body.tools_asked()
     form = await structured.compiled(scheduler.tokenizer, body.schema_asked, tools)
-    prompt = await chat_prompt(
-        scheduler.tokenizer,
-        [message.plain() for message in body.messages],
-        tools,
-        add_generation_prompt=body.add_generation_prompt,
-        continue_final_message=body.continue_final_message,
-    )
+    prompt = await rendered(request, body, tools)
     _check_tokens(body, [prompt], scheduler.info.vocab_size)
     most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     limit = asked.answer_limit(len(prompt), most, settings_of(request).default_max_tokens, scheduler.info, "messages")
@@ -133,16 +132,32 @@ async def read_chat(request: Request, arrival: "Arrival") -> tuple[View, Job, bo
         named_tool=isinstance(body.tool_choice, NamedTool),
         **_view_facts(request, body),
     )
-    return view, job(request, body, view, [limit], alias, arrival, form), body.stream
+    return view, job(request, body, view, [limit], alias, arrival, form)
+
+
+async def rendered(request: Request, body: shapes.ChatRequest, tools: "Tools | None") -> tuple[int, ...]:
+    """The conversation's tokens, with the tools that are offered."""
+    return await chat_prompt(
+        scheduler_of(request).tokenizer,
+        [message.plain() for message in body.messages],
+        tools,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+    )
 
 
 async def read_completion(request: Request, arrival: "Arrival") -> tuple[View, Job, bool]:
     """The prompts as tokens, what is to be generated, and whether to stream it."""
+    body = parse(shapes.CompletionRequest, await read_body(request, arrival))
+    view, work = await completion_job(request, arrival, body)
+    return view, work, body.stream
+
+
+async def completion_job(
+    request: Request, arrival: "Arrival", body: shapes.CompletionRequest
+) -> tuple[CompletionView, Job]:
+    """What a completion comes to."""
     scheduler, most = scheduler_of(request), settings_of(request).max_choices
-    scheduler.check_open()
-    raw = await read_json(request)
-    await arrival.take()
-    body = parse(shapes.CompletionRequest, raw)
     alias = asked.alias_loops(body.model, scheduler.info)
     given = body.prompts
     if len(given) * body.candidates > most:
@@ -153,7 +168,7 @@ async def read_completion(request: Request, arrival: "Arrival") -> tuple[View, J
     texts = [_text(scheduler.tokenizer, prompt) for prompt in given] if body.echo else []
     form = await structured.compiled(scheduler.tokenizer, body.schema_asked)
     view = CompletionView(prompts=prompts, echoes=texts, **_view_facts(request, body))
-    return view, job(request, body, view, limits, alias, arrival, form), body.stream
+    return view, job(request, body, view, limits, alias, arrival, form)
 
 
 def _card(info: "ModelInfo") -> answers.ModelCard:
@@ -248,16 +263,12 @@ async def respond(request: Request, view: View, job: Job, *, stream: bool) -> Re
         body = view.whole(results)
         report = body["tinyloop"]
         return JSONResponse(body, headers=depth_headers(report["loops_granted"], degraded=report["degraded"]))
-    default = scheduler_of(request).info.default_loops
     streams = await open_streams(scheduler_of(request), job)
     return EventStream(
         events(view, streams),
         on_error=lambda error: event(json.dumps(error_body(error, request.state.request_id))) + DONE,
         on_close=lambda: close_all(streams),
-        headers=lambda: depth_headers(
-            min(granted_loops(stream, default) for stream in streams),
-            degraded=any(stream.request.downgraded_by for stream in streams),
-        ),
+        headers=stream_headers(streams, scheduler_of(request).info.default_loops),
         keepalive_s=settings_of(request).keepalive_s,
         write_timeout_s=settings_of(request).write_timeout_s,
     )
@@ -268,24 +279,16 @@ async def events(view: View, streams: "Sequence[ChunkStream]") -> AsyncGenerator
     opened: set[int] = set()
     async with aclosing(merged(streams)) as arrivals:
         async for index, chunk in arrivals:
-            told = _result(streams[index]) if chunk is None else chunk
+            told = result_of(streams[index]) if chunk is None else chunk
             if index not in opened and (opening := view.opening(index, told.prompt_logprobs)):
                 yield view.chunk(opening)
             opened.add(index)
-            for choice in view.closing(index, told) if isinstance(told, GenerationResult) else view.deltas(index, told):
-                yield view.chunk(choice)
+            if isinstance(told, GenerationResult):
+                for choice in view.closing(index, told):
+                    yield view.chunk(choice, told)
+            else:
+                for choice in view.deltas(index, told):
+                    yield view.chunk(choice)
     if view.include_usage:
-        yield view.usage_chunk([_result(stream) for stream in streams])
+        yield view.usage_chunk([result_of(stream) for stream in streams])
     yield DONE
-
-
-def _result(stream: "ChunkStream") -> GenerationResult:
-    if stream.result is None:
-        raise dropped()
-    return stream.result
-
-
-def depth_headers(loops: int | None, *, degraded: bool) -> dict[str, str]:
-    """What was granted, for clients that do not look into the body."""
-    headers = {} if loops is None else {"x-tinyloop-loops": str(loops)}
-    return headers | ({"x-tinyloop-degraded": "true"} if degraded else {})

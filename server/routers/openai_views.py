@@ -10,7 +10,7 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -59,7 +59,8 @@ class TextOffsets:
 @dataclass(kw_only=True)
 class View(ABC):
     """What both endpoints share. `prompts`: token ids, one tuple per prompt; `n` choices for each, the likeliest of
-    `candidates` if those are more."""
+    `candidates` if those are more. `beside`: what an API that speaks like this one adds to a whole answer, and to the
+    last chunk of a choice; it is given the results and their finish reasons."""
 
     kind: ClassVar[str]
     chunk_kind: ClassVar[str]
@@ -75,6 +76,7 @@ class View(ABC):
     running_usage: bool = False
     service_tier: str = "default"
     slo: Slo = NO_LIMIT
+    beside: Callable[[Sequence[GenerationResult], Sequence[str | None]], dict[str, Any]] = lambda results, reasons: {}
     id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
     _streamed: int = 0  # tokens so far, for the running usage
@@ -85,10 +87,12 @@ class View(ABC):
     def whole(self, results: Sequence[GenerationResult]) -> dict[str, Any]:
         """The body of an answer that is not streamed."""
         chosen = self._likeliest(results)
+        choices = [self.choice(index, result) for index, result in enumerate(chosen)]
         return self._frame(self.kind) | {
-            "choices": [self.choice(index, result).model_dump() for index, result in enumerate(chosen)],
+            "choices": [choice.model_dump() for choice in choices],
             "usage": self.usage(results).model_dump(),
             "tinyloop": loop_report(results, self.slo).model_dump(),
+            **self.beside(chosen, [choice.finish_reason for choice in choices]),
         }
 
     def _likeliest(self, results: Sequence[GenerationResult]) -> list[GenerationResult]:
@@ -114,10 +118,12 @@ class View(ABC):
     def closing(self, index: int, result: GenerationResult) -> list[dict[str, Any]]:
         """The end of a choice: what was held back, and a last chunk, the only one with a finish reason."""
 
-    def chunk(self, choice: dict[str, Any]) -> str:
-        """One choice's chunk as an event."""
+    def chunk(self, choice: dict[str, Any], result: GenerationResult | None = None) -> str:
+        """One choice's chunk as an event; `result` once there is one."""
         usage = self._usage(self._streamed, 0).model_dump() if self.running_usage else None
-        return self._event([choice], {"usage": usage} if self.include_usage else {})
+        reason = choice["finish_reason"]
+        beside = {} if result is None or reason is None else self.beside([result], [reason])
+        return self._event([choice], ({"usage": usage} if self.include_usage else {}) | beside)
 
     def usage_chunk(self, results: Sequence[GenerationResult]) -> str:
         report = loop_report(results, self.slo).model_dump()
@@ -159,8 +165,7 @@ class ChatView(View):
     def choice(self, index: int, result: GenerationResult) -> shapes.ChatChoice:
         logprobs = None
         if self.logprobs:
-            pairs = zip(result.token_ids, result.logprobs, strict=False)
-            logprobs = shapes.ChatLogprobs(content=[self._logprob(*pair) for pair in pairs])
+            logprobs = shapes.ChatLogprobs(content=self.logprobs_of(result))
         reader = ToolReader(self.tool_names)
         message = _message([*reader.push(result.text), *reader.finish()]) if self.tool_names else None
         return shapes.ChatChoice(
@@ -176,10 +181,9 @@ class ChatView(View):
 
     def deltas(self, index: int, chunk: GenerationChunk) -> list[dict[str, Any]]:
         self._streamed += 1
-        pieces = self._reader(index).push(chunk.text) if self.tool_names else [Piece(chunk.text)] if chunk.text else []
-        shown = [self._delta(index, _shown(piece)) for piece in pieces]
+        shown = [self._delta(index, _shown(piece)) for piece in self.pieces(index, chunk.text)]
         if self.logprobs and chunk.logprobs is not None:
-            logprobs = shapes.ChatLogprobs(content=[self._logprob(chunk.token_id, chunk.logprobs)])
+            logprobs = shapes.ChatLogprobs(content=[self.logprob(chunk.token_id, chunk.logprobs)])
             shown = shown or [self._delta(index, {"content": ""})]
             shown[0]["logprobs"] = logprobs.model_dump()
         return shown
@@ -189,6 +193,16 @@ class ChatView(View):
         rest = [self._delta(index, _shown(piece)) for piece in reader.finish()]
         reason = self._finish_reason(reader, result)
         return [*rest, self._delta(index, {}, finish_reason=reason, stop_reason=result.stop_reason)]
+
+    def pieces(self, index: int, text: str) -> list[Piece]:
+        """The text and the calls that some more of an answer settles."""
+        if not self.tool_names:
+            return [Piece(text)] if text else []
+        return self._reader(index).push(text)
+
+    def rest(self, index: int) -> list[Piece]:
+        """What was held back until the end."""
+        return self._reader(index).finish()
 
     def _reader(self, index: int) -> ToolReader:
         return self._readers.setdefault(index, ToolReader(self.tool_names))
@@ -200,7 +214,10 @@ class ChatView(View):
     def _delta(self, index: int, delta: dict[str, Any], **more: Any) -> dict[str, Any]:
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None} | more
 
-    def _logprob(self, token_id: int, logprobs: "Logprobs") -> shapes.ChosenLogprob:
+    def logprobs_of(self, result: GenerationResult) -> list[shapes.ChosenLogprob]:
+        return [self.logprob(*pair) for pair in zip(result.token_ids, result.logprobs, strict=False)]
+
+    def logprob(self, token_id: int, logprobs: "Logprobs") -> shapes.ChosenLogprob:
         top = [shapes.TokenLogprob(**self._token(i, logprob)) for i, logprob in logprobs.top]
         return shapes.ChosenLogprob(**self._token(token_id, logprobs.chosen), top_logprobs=top)
 

@@ -1,7 +1,8 @@
 """What the routers share: reading a body, handing generations to the scheduler without losing one, and errors.
 
-Work is handed over as a `Job`; whoever leaves early cancels all of it. Knows no API's answers; of their errors, only
-the OpenAI shape, which is also how everything outside of any API fails.
+Work is handed over as a `Job`; whoever leaves early cancels all of it. An error becomes a `Problem`, which each API
+dresses. Knows no API's answers; of their errors, only the OpenAI shape, which is also how everything outside of any
+API fails.
 """
 
 import asyncio
@@ -17,9 +18,11 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException as RoutingError
 from starlette.requests import ClientDisconnect
 
-from server.errors import EngineError, HttpError, SchedulerShutdown, http_error
+from server.errors import EngineError, HttpError, RequestCancelled, SchedulerShutdown, ServerError, http_error
+from server.request import SHUTDOWN
 from server.settings import Settings
 from server.sse import stop
+from server.store import ResponseStore
 from server.types import GenerationRequest, GenerationResult
 from tinyloop import chat
 from tinyloop.tools import conversation
@@ -60,17 +63,20 @@ def tenant_of(request: Request) -> str:
     return cast(str, request.state.tenant)
 
 
+def store_of(request: Request) -> ResponseStore:
+    return cast(ResponseStore, request.app.state.store)
+
+
 def refusal(
     status: int,
     code: str,
     message: str,
     param: str | None = None,
     *,
-    kind: str = "invalid_request_error",
     headers: Mapping[str, str] | None = None,
 ) -> HTTPException:
-    """What HTTP itself is refused for, in the shape of an OpenAI error."""
-    return HTTPException(status, {"message": message, "type": kind, "param": param, "code": code}, dict(headers or {}))
+    """What HTTP itself is refused for."""
+    return HTTPException(status, {"message": message, "param": param, "code": code}, dict(headers or {}))
 
 
 async def read_json(request: Request) -> bytes:
@@ -101,6 +107,14 @@ async def _read(request: Request, limit: int) -> bytes | None:
         if len(raw) > limit:
             return None
     return bytes(raw)
+
+
+async def read_body(request: Request, arrival: "Arrival") -> bytes:
+    """The raw body of a request that has come in time to hold a place in the queue. Raises what `submit` would."""
+    scheduler_of(request).check_open()
+    raw = await read_json(request)
+    await arrival.take()
+    return raw
 
 
 async def off_loop(characters: int, work: Callable[[], T]) -> T:
@@ -142,11 +156,11 @@ async def _run(scheduler: "Scheduler", job: Job, request: GenerationRequest) -> 
     job.arrival.release()  # and the next thing that happens is the submission
     try:
         return await scheduler.submit(request, priority=job.priority, slo_ms=job.slo_ms)
-    except asyncio.CancelledError:
+    except asyncio.CancelledError as ended:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             raise
-        raise dropped() from None
+        raise dropped(*ended.args[:1]) from None
 
 
 async def open_streams(scheduler: "Scheduler", job: Job) -> "list[ChunkStream]":
@@ -167,9 +181,24 @@ async def close_all(streams: "Sequence[ChunkStream]") -> None:
         await stream.aclose()
 
 
-def dropped() -> SchedulerShutdown:
-    """A generation was cancelled and not by its caller: the server is going down."""
-    return SchedulerShutdown("the server is shutting down")
+def dropped(reason: str = SHUTDOWN) -> ServerError:
+    """A generation was cancelled and not by its caller: the server is going down, or somebody cancelled it by name."""
+    if reason == SHUTDOWN:
+        return SchedulerShutdown("the server is shutting down")
+    return RequestCancelled("the request was cancelled by its id")
+
+
+def result_of(stream: "ChunkStream") -> GenerationResult:
+    """The answer of a stream that has ended. Raises what kept it from having one."""
+    if stream.result is None:
+        raise dropped(stream.request.outcome_reason)
+    return stream.result
+
+
+def depth_headers(loops: int | None, *, degraded: bool) -> dict[str, str]:
+    """What was granted, for clients that do not look into the body."""
+    headers = {} if loops is None else {"x-tinyloop-loops": str(loops)}
+    return headers | ({"x-tinyloop-degraded": "true"} if degraded else {})
 
 
 def granted_loops(stream: "ChunkStream", default: int) -> int:
@@ -178,18 +207,49 @@ def granted_loops(stream: "ChunkStream", default: int) -> int:
     return (stream.request.req.loops or default) if prepared is None else prepared.plan.loops
 
 
+@dataclass(frozen=True)
+class Problem:
+    """What went wrong, for an API to dress. `field` names the offending field of the request, if there is one."""
+
+    status: int
+    code: str
+    message: str
+    field: str | None
+    request_id: str
+
+
+Dress = Callable[[Problem], dict[str, Any]]
 _TYPES = {"queue_full": "rate_limit_error", "slo_unattainable": "rate_limit_error"}
+_KINDS = {401: "authentication_error", 501: "not_supported_error", 503: "unavailable_error"}
 _CODES = {"invalid_request": "invalid_value"}
+
+
+def openai_error(problem: Problem) -> dict[str, Any]:
+    """An error as the OpenAI API shows it."""
+    kind = _KINDS.get(problem.status, "invalid_request_error" if problem.status < 500 else "server_error")
+    kind = _TYPES.get(problem.code, kind)
+    return {"error": {"message": problem.message, "type": kind, "param": problem.field, "code": problem.code}}
 
 
 def error_body(error: Exception, request_id: str) -> dict[str, Any]:
     """An error as the OpenAI API shows it."""
+    return openai_error(problem_of(error, request_id))
+
+
+def problem_of(error: Exception, request_id: str) -> Problem:
+    if isinstance(error, RoutingError):
+        return _routing_problem(error, request_id)
     known = _logged(error, request_id)
-    kind = {4: "invalid_request_error", 5: "server_error"}[known.status // 100]
-    if known.status == 503:
-        kind = _TYPES.get(known.code, "unavailable_error")
     code = getattr(error, "code", None) or _CODES.get(known.code, known.code)
-    return {"error": {"message": known.message, "type": kind, "param": known.field or None, "code": code}}
+    return Problem(known.status, code, known.message, known.field or None, request_id)
+
+
+def _routing_problem(error: RoutingError, request_id: str) -> Problem:
+    detail: Any = error.detail
+    if isinstance(detail, dict):  # a refusal of ours
+        return Problem(error.status_code, detail["code"], detail["message"], detail["param"], request_id)
+    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "invalid_request")
+    return Problem(error.status_code, code, str(detail), None, request_id)
 
 
 def _logged(error: Exception, request_id: str) -> HttpError:
@@ -201,26 +261,16 @@ def _logged(error: Exception, request_id: str) -> HttpError:
     return HttpError(500, known.code, f"internal error, id {request_id}")
 
 
-def error_response(error: Exception, request_id: str, state: "State") -> JSONResponse:
+def error_response(error: Exception, request_id: str, state: "State", dress: Dress = openai_error) -> JSONResponse:
     """The answer to a request that failed before its first byte. `state` is the application's."""
-    if isinstance(error, RoutingError):
-        return _routing_error(error)
-    known = http_error(error)
-    headers = {}
-    if known.status == 503:
-        headers["retry-after"] = str(known.retry_after_s or _queue_seconds(state.scheduler))
-    if known.status == 500:
+    headers = dict(error.headers or {}) if isinstance(error, RoutingError) else {}
+    problem = problem_of(error, request_id)
+    if problem.status == 503:
+        headers["retry-after"] = str(http_error(error).retry_after_s or _queue_seconds(state.scheduler))
+    if problem.status in (409, 500, 501):
         headers["x-should-retry"] = "false"
-    status = state.settings.busy_status if known.code in _TYPES else known.status
-    return JSONResponse(error_body(error, request_id), status, headers)
-
-
-def _routing_error(error: RoutingError) -> JSONResponse:
-    detail: Any = error.detail
-    if not isinstance(detail, dict):
-        code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "invalid_request")
-        detail = {"message": str(detail), "type": "invalid_request_error", "param": None, "code": code}
-    return JSONResponse({"error": detail}, error.status_code, error.headers)
+    status = state.settings.busy_status if problem.code in _TYPES else problem.status
+    return JSONResponse(dress(problem), status, headers)
 
 
 def _queue_seconds(scheduler: "Scheduler") -> int:

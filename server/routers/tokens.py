@@ -81,4 +81,4 @@ async def tokenizer_info(request: Request) -> shapes.TokenizerInfo:
 @router.post("/v1/embeddings", status_code=501, **described(answer=ErrorBody))
 async def embeddings(request: Request) -> None:
     """This model makes text and no embeddings."""
-    raise refusal(501, "not_supported", "this server has no embedding model", kind="not_supported_error")
+    raise refusal(501, "not_supported", "this server has no embedding model")

@@ -95,15 +95,29 @@ class Deadlines(Strict):
     e2e_ms: Positive | None = None
 
 
-class Dialled(Strict):
-    """Depth, order and deadline: what a request of any API may ask for beside the API's own fields.
+class Closed(Strict):
+    """A part of a body, which has exactly the declared fields."""
 
-    `priority`: higher goes first. `ignored` and `unsupported` name further fields: accepted whatever they say, and
-    refused unless they hold one of the values that ask for nothing.
-    """
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+
+class Body(Strict):
+    """A whole body. `ignored` and `unsupported` name further fields: accepted whatever they say, and refused unless
+    they hold one of the values that ask for nothing. `unknown_says` is the complaint about any other."""
 
     ignored: ClassVar[frozenset[str]] = frozenset()
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    unknown_says: ClassVar[str] = "Unknown parameter: {}"
+
+    def check(self) -> None:
+        """Fields that only make sense together. Raises RequestError."""
+
+
+class Dialled(Body):
+    """Depth, order and deadline: what a request of any API may ask for beside the API's own fields.
+
+    `priority`: higher goes first.
+    """
 
     loops: Whole | Literal["auto"] | LoopSpan | None = None
     loops_policy: Literal["strict", "clamp"] | None = None
@@ -118,16 +132,22 @@ class Dialled(Strict):
     reasoning_effort: Effort | None = None
     request_id: Label | None = None
 
-    def check(self) -> None:
-        """Fields that only make sense together. Raises RequestError."""
+    def dials(self) -> dict[str, Any]:
+        """Those that were given."""
+        given = {name: getattr(self, name) for name in Dialled.model_fields}
+        return {name: value for name, value in given.items() if value is not None}
 
 
-R = TypeVar("R", bound=Dialled)
+R = TypeVar("R", bound=Body)
 
 
 def parse(kind: type[R], raw: bytes) -> R:
     """A request from a body. Raises RequestError (also UnsupportedParameter, UnknownParameter) and nothing else."""
-    data = _with_bag(load_object(raw))
+    return made(kind, _with_bag(load_object(raw)))
+
+
+def made(kind: type[R], data: Mapping[str, Any]) -> R:
+    """A request from its fields. Raises like `parse`."""
     try:
         request = kind.model_validate(data)
     except ValidationError as error:
@@ -196,19 +216,20 @@ def _path(loc: tuple[int | str, ...]) -> str:
     return path
 
 
-def _check_extras(request: Dialled) -> None:
+def _check_extras(request: Body) -> None:
     for field in ("loops", "slo_ms"):
-        for name in getattr(getattr(request, field), "model_extra", None) or ():
+        for name in getattr(getattr(request, field, None), "model_extra", None) or ():
             refuse_unknown(f"{field}.{name}")
     for name, value in (request.model_extra or {}).items():
         if value is None or name in request.ignored or value in request.unsupported.get(name, ()):
             continue
         if name in request.unsupported:
             raise UnsupportedParameter(name, f"{name} is not supported by this server")
-        refuse_unknown(name)
+        refuse_unknown(name, request.unknown_says)
 
 
-def refuse_unknown(name: str) -> NoReturn:
+def refuse_unknown(name: str, says: str = Body.unknown_says) -> NoReturn:
     """Raises UnknownParameter, with as much of the name as a message may hold."""
     shown = name if len(name) <= SHOWN else name[:SHOWN] + "..."
-    raise UnknownParameter(shown, f"Unknown parameter: {shown!r}")
+    shown = shown.encode("utf-8", "backslashreplace").decode()  # half of a surrogate pair could not be sent back
+    raise UnknownParameter(shown, says.format(repr(shown)))
