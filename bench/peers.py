@@ -26,7 +26,7 @@ from typing import Any
 
 from export import exported, random_model
 from machine import machine
-from random_model import OURO
+from random_model import HRM, OURO
 from serving import DidNotStart, Side, Spec, awake, pause
 from sides import ROOT, all_of_ours, found, installed, llama, piped, tinyloop, vllm
 
@@ -39,7 +39,10 @@ SHORT, LONG = 32, 512  # tokens of prompts
 ANSWER, WARM = 64, 8  # tokens answered
 PAUSE_S = 0.3  # between sides, for threads that spin before they sleep
 AT_REST_S = 2.0
-SHAPES: dict[str, tuple[dict[str, Any], str]] = {"ouro": (OURO, "eager")}  # config, and who else runs it
+SHAPES: dict[str, tuple[dict[str, Any], str]] = {
+    "ouro": (OURO, "eager"),
+    "hrm_text": (HRM, "vllm"),
+}  # config, and who else runs it
 
 
 @dataclass(frozen=True)

@@ -70,6 +70,13 @@ def test_gated_activation(level: str, dtype: torch.dtype, rows: int, size: int, 
 
 
 @many
+@given(dtype=DTYPES, rows=st.integers(1, 70), size=st.integers(1, 700), scale=st.sampled_from([1.0, 30.0]))
+def test_gates(level: str, dtype: torch.dtype, rows: int, size: int, scale: float) -> None:
+    gate, x = (scale * torch.randn(2, rows, size)).to(dtype)
+    assert near(native.sigmoid_mul(gate, x), reference.sigmoid_mul(gate.float(), x.float()))
+
+
+@many
 @given(
     dtype=DTYPES, rows=st.integers(1, 40), kv_heads=st.integers(1, 4), shared=st.integers(1, 4),
     half=st.integers(1, 40), page_size=st.sampled_from([1, 4, 16]), seed=st.integers(0, 99),

@@ -13,6 +13,10 @@ from tinyloop.models.registry import family_of
 from tinyloop.stack import LoopedStack
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="the native build is absent")
+CHANGES: dict[str, dict[str, object]] = {
+    "retrofit": {"model_type": "llama", "tinyloop": RETROFIT},
+    "hrm_text": {"model_type": "hrm_text", "num_key_value_heads": None, "prefix_lm": False, "num_hidden_layers": 2},
+}
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
 
 
@@ -38,11 +42,11 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> list[Program]:
 
 
 @pytest.mark.parametrize("int8", [False, True])
-@pytest.mark.parametrize("model_type", ["ouro", "llama", "retrofit"])
+@pytest.mark.parametrize("model_type", ["ouro", "llama", "retrofit", "hrm_text"])
 def test_programs_equal_their_layers(
     model_type: str, int8: bool, programs: list[Program], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    changes = {"model_type": "llama", "tinyloop": RETROFIT} if model_type == "retrofit" else {"model_type": model_type}
+    changes = CHANGES.get(model_type, {"model_type": model_type})
     model = model_of(int8=int8, **changes)
     prompts = [[i % 250 for i in range(start, start + size)] for start, size in ((1, 40), (90, 1), (7, 133), (3, 17))]
     most = model.config.max_loops

@@ -93,6 +93,18 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return out
 
 
+def sigmoid_mul(gate: Tensor, x: Tensor) -> Tensor:
+    """See `reference.sigmoid_mul`."""
+    if isinstance(gate, Symbol):
+        return gate.recorder.note("sigmoid_mul", gate.width, (gate, x), gate.width)
+    kernel = _kernel("sigmoid_mul", gate.dtype)
+    if kernel is None or not _fits(gate, x):
+        return reference.sigmoid_mul(gate, x)
+    out = torch.empty_like(gate)
+    kernel(gate.data_ptr(), x.data_ptr(), out.data_ptr(), *gate.shape, torch.get_num_threads())
+    return out
+
+
 def heads(product: Tensor, num_heads: int, num_kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
     """See `reference.heads`."""
     if isinstance(product, Symbol):

@@ -16,7 +16,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from tinyloop.kernels.reads import Reads
 
-KERNELS = ("norm", "silu_mul", "linear", "linear_int8", "attend")  # as in cpp/program.h
+KERNELS = ("norm", "silu_mul", "linear", "linear_int8", "attend", "sigmoid_mul")  # as in cpp/program.h
 INPUT, OUTPUT, NONE = 0, 1, -1
 
 

@@ -31,6 +31,11 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def sigmoid_mul(gate: Tensor, x: Tensor) -> Tensor:
+    """`sigmoid(gate) * x`, both [rows, size]."""
+    return torch.sigmoid(gate) * x
+
+
 def heads(product: Tensor, num_heads: int, num_kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values that lie side by side in rows: [rows, heads, head_dim], [rows, kv_heads, head_dim]."""
     parts = product.view(product.shape[0], -1, head_dim)

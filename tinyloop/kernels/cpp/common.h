@@ -4,7 +4,7 @@
 // processor lacks is split up by the compiler: slower, never wrong.
 #pragma once
 
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 

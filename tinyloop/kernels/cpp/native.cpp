@@ -91,6 +91,8 @@ KERNEL(rms_norm_float32, tinyloop::rms_norm<float>)
 KERNEL(rms_norm_bfloat16, tinyloop::rms_norm<bf16>)
 KERNEL(silu_mul_float32, tinyloop::silu_mul<float>)
 KERNEL(silu_mul_bfloat16, tinyloop::silu_mul<bf16>)
+KERNEL(sigmoid_mul_float32, tinyloop::sigmoid_mul<float>)
+KERNEL(sigmoid_mul_bfloat16, tinyloop::sigmoid_mul<bf16>)
 KERNEL(rope_write_float32, rope_into_pages<float>)
 KERNEL(rope_write_bfloat16, rope_into_pages<bf16>)
 KERNEL(attention_float32, paged_attention<float>)
@@ -108,6 +110,8 @@ PyMethodDef methods[] = {
     METHOD(rms_norm_bfloat16),
     METHOD(silu_mul_float32),
     METHOD(silu_mul_bfloat16),
+    METHOD(sigmoid_mul_float32),
+    METHOD(sigmoid_mul_bfloat16),
     METHOD(rope_write_float32),
     METHOD(rope_write_bfloat16),
     METHOD(attention_float32),

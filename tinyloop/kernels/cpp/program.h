@@ -12,7 +12,7 @@
 
 namespace tinyloop {
 
-enum Kernel : int64_t { NORM, SILU_MUL, LINEAR, LINEAR_INT8, ATTEND };
+enum Kernel : int64_t { NORM, SILU_MUL, LINEAR, LINEAR_INT8, ATTEND, SIGMOID_MUL };
 
 struct Step {
   int64_t kernel, out, in, added, a, b, c, d, e, f;
@@ -88,6 +88,8 @@ void run_step(const Step& s, const Rows<T>& rows, const Buffers<T>& buffers) {
                          rows.threads);
     case ATTEND:
       return attend(s, rows, buffers);
+    case SIGMOID_MUL:  // of what comes in, times what stands where others add; a: size
+      return sigmoid_mul(in, (const T*)added, out, rows.count, (int)s.a, rows.threads);
   }
 }
 
