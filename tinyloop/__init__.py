@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tinyloop.model import Generation, Model
     from tinyloop.plan import LoopPlan
     from tinyloop.sampling import Logprobs, SamplingParams
+    from tinyloop.trace import Trace
 
 __version__ = "0.1.0"
 
@@ -35,6 +36,7 @@ _HOME = {
     "Retrofit": "config",
     "SamplingParams": "sampling",
     "TinyLoopError": "errors",
+    "Trace": "trace",
 }
 __all__ = [
     "CheckpointError",
@@ -50,6 +52,7 @@ __all__ = [
     "Retrofit",
     "SamplingParams",
     "TinyLoopError",
+    "Trace",
 ]
 
 
