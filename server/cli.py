@@ -1,5 +1,5 @@
-"""The `tinyloop` command: serve, generate, calibrate, simulate, version. Loads torch, uvicorn and the scheduler only
-when they are needed.
+"""The `tinyloop` command: serve, generate, inspect, trace, calibrate, simulate, version. Loads torch, uvicorn and the
+scheduler only when they are needed.
 
 tinyloop serve smollm2 --port 8000
 tinyloop generate "The capital of France is" --loops 2
@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from server import cli_model
 from server.cli_capacity import add_commands
+from server.cli_model import Dtype, Name, WeightsOption
 from tinyloop import __version__
 from tinyloop.errors import NeverFits, TinyLoopError
 
@@ -70,11 +72,6 @@ def _mode(text: str) -> "DispatchMode":
     if text not in list(DispatchMode):
         raise typer.BadParameter(f"{text!r} is not one of {', '.join(DispatchMode)}")
     return DispatchMode(text)
-
-
-Name = Annotated[str, typer.Argument(metavar="MODEL", help="A bundled name, a folder, a GGUF file or a hub id.")]
-Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
-WeightsOption = Annotated[str, typer.Option(help="auto (as dtype says) or int8: half the bytes, at a small loss.")]
 
 
 @cli.command()
@@ -244,6 +241,7 @@ def _load_engine(name: str, **options: Any) -> "Engine":
 
 
 add_commands(cli, _load_engine)
+cli_model.add_commands(cli, _size)
 
 if __name__ == "__main__":
     main()

@@ -105,7 +105,7 @@ def simulate(
     if plot is not None:
         save_plot(report, plot)
     if json_out is not None:
-        _write(json_out, report.to_json())
+        write_text(json_out, report.to_json())
 
 
 def parse_policy(text: str, **settings: Any) -> Policy:
@@ -181,7 +181,8 @@ def _above_zero(name: str, value: float | None) -> None:
         raise TinyLoopError(f"{name} must be above 0 and finite, got {value:g}")
 
 
-def _write(path: Path, text: str) -> None:
+def write_text(path: Path, text: str) -> None:
+    """Raises TinyLoopError if the file cannot be written."""
     try:
         path.write_text(text + "\n")
     except OSError as error:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from tests.tiny import CHAT_TEMPLATE, SPECIAL, byte_tokenizer
-from tinyloop import chat
+from tinyloop import template as engine
 from tinyloop.chat import render
 from tinyloop.checkpoint import open_checkpoint
 from tinyloop.errors import RequestError
@@ -186,7 +186,7 @@ def test_broken_or_forbidden_templates_are_refused(template: str) -> None:
 
 
 def test_template_cannot_write_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat, "MAX_RENDERED", 1000)
+    monkeypatch.setattr(engine, "MAX_RENDERED", 1000)
     template = "{% for a in range(99999) %}{% for b in range(99999) %}{{ b }}{% endfor %}{% endfor %}"
     assert "more than 1000 characters" in refusal(template, user("x"))
 

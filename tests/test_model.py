@@ -30,7 +30,7 @@ def saved_checkpoint(directory: Path, model_type: str = "ouro", **changes: objec
 def test_the_public_names_are_chosen() -> None:
     assert tl.__all__ == [
         "CheckpointError", "ContextOverflow", "Generation", "Logprobs", "LoopPlan", "Model", "ModelConfig", "NeverFits",
-        "PrefixPool", "RequestError", "Retrofit", "SamplingParams", "TinyLoopError",
+        "PrefixPool", "RequestError", "Retrofit", "SamplingParams", "TinyLoopError", "Trace",
     ]  # fmt: skip
     for name in tl.__all__:
         assert getattr(tl, name).__module__.startswith("tinyloop.")

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tinyloop.model import Generation, Model
     from tinyloop.plan import LoopPlan
     from tinyloop.sampling import Logprobs, SamplingParams
+    from tinyloop.trace import Trace
 
 __version__ = "0.1.0"
 
@@ -40,6 +41,7 @@ _HOME = {
     "Retrofit": "config",
     "SamplingParams": "sampling",
     "TinyLoopError": "errors",
+    "Trace": "trace",
 }
 __all__ = [
     "CheckpointError",
@@ -55,6 +57,7 @@ __all__ = [
     "Retrofit",
     "SamplingParams",
     "TinyLoopError",
+    "Trace",
 ]
 
 

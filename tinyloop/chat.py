@@ -1,27 +1,19 @@
-"""Chat messages to token ids through the model's own template. Knows Jinja and control tokens, not HTTP or models.
+"""Chat messages to token ids through the model's own template. Knows control tokens, not Jinja, HTTP or models.
 
 What a user wrote never becomes a control token: wherever it spells one, a random number stands in while the template
 runs, and that stretch of the result is encoded as plain text.
 """
 
-import json
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from datetime import datetime
-from functools import lru_cache
 from typing import Any
 
-from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
+from tinyloop import template
 from tinyloop.arguments import shown
 from tinyloop.errors import RequestError
 from tinyloop.tokenizer import Tokenizer
 
-MAX_RENDERED = 1 << 24  # characters; far above any context, so only a runaway template meets it
 Message = Mapping[str, Any]
 
 
@@ -45,7 +37,7 @@ def render(
     said = [guard.protect(_with_known_role(message, source)) for message in messages]
     if continue_final_message:
         said = _mark_end(said, guard.end_mark)
-    text = _run(
+    text = template.render(
         source,
         messages=said,
         tools=guard.protect(list(tools)) if tools else None,
@@ -132,64 +124,3 @@ def _cut_at_mark(text: str, mark: str) -> str:
         raise RequestError("messages", "the chat template does not show the last message, so it cannot be continued")
     # The mark ends in a space. If that is gone the template trims messages, and would have trimmed this one.
     return text[:at] if text.startswith(mark, at) else text[:at].rstrip()
-
-
-# The template engine.
-
-
-class _Refused(TemplateError):
-    """The template itself called raise_exception; its message is meant for the caller."""
-
-
-class _GenerationBlocks(Extension):
-    """`{% generation %}` marks what a model wrote, for training; here its content counts alone."""
-
-    tags = {"generation"}  # noqa: RUF012  (Jinja declares it so)
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return list(parser.parse_statements(("name:endgeneration",), drop_needle=True))
-
-
-def _run(source: str, **variables: Any) -> str:
-    try:
-        return _bounded(_compiled(source), variables)
-    except _Refused as error:
-        raise RequestError("messages", f"the chat template refuses these messages: {str(error)[:200]}") from error
-    except TemplateSyntaxError as error:
-        raise RequestError("messages", f"the model's chat template is broken at line {error.lineno}") from error
-    except RequestError:
-        raise
-    except Exception as error:  # a template is a program: it can fail in any way on messages it does not expect
-        kind = type(error).__name__
-        raise RequestError("messages", f"the model's chat template cannot render these messages ({kind})") from error
-
-
-def _bounded(template: Template, variables: dict[str, Any]) -> str:
-    parts, size = [], 0
-    for part in template.generate(variables):
-        parts.append(part)
-        size += len(part)
-        if size > MAX_RENDERED:
-            raise RequestError("messages", f"the chat template writes more than {MAX_RENDERED} characters")
-    return "".join(parts)
-
-
-@lru_cache(maxsize=16)
-def _compiled(source: str) -> Template:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlocks]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _refuse
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment.from_string(source)
-
-
-def _to_json(value: Any, indent: int | None = None, ensure_ascii: bool = False, **options: Any) -> str:
-    """Jinja's own filter escapes for HTML, which models were not trained on."""
-    return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii, **options)
-
-
-def _refuse(message: str) -> None:
-    raise _Refused(message)

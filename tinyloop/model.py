@@ -19,17 +19,18 @@ from tinyloop.arguments import shown, whole
 from tinyloop.checkpoint import open_checkpoint
 from tinyloop.config import ModelConfig
 from tinyloop.drive import Batch, Job
-from tinyloop.errors import CheckpointError, RequestError
+from tinyloop.errors import CheckpointError, ContextOverflow, RequestError
 from tinyloop.kv.cache import PagedKV
 from tinyloop.kv.prefix import PrefixPool
 from tinyloop.models.family import Weights
 from tinyloop.models.registry import family_of
 from tinyloop.plan import LoopPlan, make_plan
 from tinyloop.runner import MAX_CHUNK, PAGE_SIZE, Runner
-from tinyloop.sampling import Logprobs, SamplingParams
+from tinyloop.sampling import MAX_LOGPROBS, Logprobs, SamplingParams
 from tinyloop.sequence import Lease, TokenEvent
 from tinyloop.stack import LoopedStack
 from tinyloop.tokenizer import Tokenizer
+from tinyloop.trace import Trace, trace
 
 Prompt = str | Sequence[int]
 LEAST_KV_BYTES = 256 * 2**20
@@ -198,11 +199,22 @@ class Model:
 
         The first `prompt_tokens` (None: all) are the prompt, the others an answer; few families tell them apart.
         """
-        tokens = self.encode(prompt)
-        if not tokens or min(tokens) < 0 or max(tokens) >= self.config.vocab_size:
-            raise RequestError("prompt", f"prompt must hold token ids between 0 and {self.config.vocab_size - 1}")
+        tokens = self._known(prompt)
         depths = [plan.loops for plan in self._plans(loops, len(tokens), cache_window)]
         return oracle.logits(self.stack, tokens, depths, cache_window, prompt_tokens)
+
+    def trace(self, prompt: Prompt, *, loops: int | None = None, top: int = 5) -> Trace:
+        """What the model would say after each loop, for each token of the prompt: see `tinyloop.trace`.
+
+        Slow, like the oracle, and quadratic in the prompt. Raises RequestError naming the field that is out of bounds.
+        """
+        plan, tokens = make_plan(self.config, loops=loops), self._known(prompt)
+        whole("top", top, 1, MAX_LOGPROBS)
+        if len(tokens) > self.config.max_context:
+            raise ContextOverflow(
+                "prompt", f"prompt must have at most {self.config.max_context} tokens, got {len(tokens)}"
+            )
+        return trace(self.name, self.stack, self.tokenizer, tokens, plan.loops, top)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt given as text or as ids. Raises RequestError("prompt") for anything else."""
@@ -214,6 +226,13 @@ class Model:
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """A conversation as a prompt, through the model's chat template."""
         return chat.render(self.tokenizer, messages)
+
+    def _known(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt for which there are rows in the embedding, at least one."""
+        tokens = self.encode(prompt)
+        if not tokens or min(tokens) < 0 or max(tokens) >= self.config.vocab_size:
+            raise RequestError("prompt", f"prompt must hold token ids between 0 and {self.config.vocab_size - 1}")
+        return tokens
 
     def _plans(self, loops: int | Sequence[int] | None, count: int, cache_window: int) -> list[LoopPlan]:
         """One plan for each of `count` prompts or tokens, from one depth for all or one for each."""

@@ -26,13 +26,13 @@ def logits(
     depth = torch.tensor([loops] * len(tokens) if isinstance(loops, int) else list(loops))
     prompt = len(tokens) if prompt_tokens is None else prompt_tokens
     ahead = prompt if stack.config.bidirectional_prompt else 0
-    attend = _Attention(torch.arange(len(tokens)), cache_window, ahead)
+    attend = WholeAttention(torch.arange(len(tokens)), cache_window, ahead)
     edges = [prompt, *range(prompt + 1, len(tokens) + 1)] if stack.config.layout.one_plane else [len(tokens)]
     parts = zip([0, *edges], edges, strict=False)
     return torch.cat([_run(stack, tokens[start:end], start, depth[start:end], attend) for start, end in parts])
 
 
-def _run(stack: LoopedStack, tokens: Sequence[int], start: int, depth: Tensor, attend: "_Attention") -> Tensor:
+def _run(stack: LoopedStack, tokens: Sequence[int], start: int, depth: Tensor, attend: "WholeAttention") -> Tensor:
     positions = torch.arange(start, start + len(tokens))
     everyone = torch.ones(1, 1, 1, dtype=torch.bool)
     attend.start, attend.active = start, everyone
@@ -45,7 +45,7 @@ def _run(stack: LoopedStack, tokens: Sequence[int], start: int, depth: Tensor, a
     return stack.head(stack.coda(stack.leave(state), positions, attend))
 
 
-class _Attention:
+class WholeAttention:
     """Attention over the whole sequence: causal, but for the first `ahead` tokens, which see each other.
 
     Keys and values change only where a token is still looping. Tokens before `start` are as they were left.

@@ -2,16 +2,17 @@
 
 import copy
 from pathlib import Path
+from typing import Any
 
 from tinyloop.checkpoint import builtin, hub
 from tinyloop.checkpoint.safetensors import open_directory
-from tinyloop.checkpoint.source import Checkpoint, TensorSource
+from tinyloop.checkpoint.source import Checkpoint, TensorSource, read_json
 from tinyloop.checkpoint.translate import open_gguf
 from tinyloop.errors import CheckpointError
 
 _SHOWN = 200  # characters of a name that an error repeats
 
-__all__ = ["Checkpoint", "TensorSource", "open_checkpoint"]
+__all__ = ["Checkpoint", "TensorSource", "open_checkpoint", "read_config"]
 
 
 def open_checkpoint(path_or_name: str | Path) -> Checkpoint:
@@ -30,6 +31,16 @@ def open_checkpoint(path_or_name: str | Path) -> Checkpoint:
     raise CheckpointError(
         f"{name[:_SHOWN]}: no such file or directory, not a built-in model ({known}), not a hub owner/name"
     )
+
+
+def read_config(path_or_name: str | Path) -> dict[str, Any]:
+    """The config.json of what `open_checkpoint` would open; no weight is fetched where there is such a file alone."""
+    name, path = str(path_or_name), _existing(path_or_name)
+    if path is not None and (path / "config.json").exists():
+        return read_json(path / "config.json")
+    if path is None and name not in builtin.BUILTINS and isinstance(path_or_name, str) and hub.is_hub_name(name):
+        return read_json(hub.download(name, only=["config.json"]) / "config.json")
+    return open_checkpoint(path_or_name).config
 
 
 def _existing(path_or_name: str | Path) -> Path | None:

@@ -1,0 +1,112 @@
+"""Trace: what a model would say after each loop, token by token. The logit lens (nostalgebraist 2020) over depth.
+
+Computed as slowly and plainly as the oracle does: the whole prompt at once, no pages. Row r is what the model run at r
+loops answers, so a family's coda is run anew after each.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+
+from tinyloop.oracle import WholeAttention
+from tinyloop.stack import LoopedStack
+from tinyloop.tokenizer import Tokenizer
+
+TINY = 1e-30  # Huginn starts from a state of zeros
+
+
+@dataclass(frozen=True)
+class Guess:
+    """One of the likeliest next tokens."""
+
+    token: int
+    text: str
+    probability: float
+
+
+@dataclass(frozen=True)
+class LoopView:
+    """One token after one loop.
+
+    `top`: the likeliest next tokens, best first. `entropy`: of all next tokens, in nats. `distance`: how far the loop
+    moved what coda and head read, `|h_r - h_(r-1)| / |h_r|` (the exit signal of Geiping et al. 2025). `exited`: the
+    probability of having left by then, which `exit_threshold` is compared with; None where the family has no gate.
+    """
+
+    top: tuple[Guess, ...]
+    entropy: float
+    distance: float
+    exited: float | None
+
+
+@dataclass(frozen=True)
+class TokenTrace:
+    """A token of the prompt; `loops[r]` is the view after loop r + 1."""
+
+    token: int
+    text: str
+    loops: tuple[LoopView, ...]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """All tokens of one prompt, each with as many views as there were loops."""
+
+    model: str
+    loops: int
+    tokens: tuple[TokenTrace, ...]
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1, ensure_ascii=False)
+
+
+def trace(name: str, stack: LoopedStack, tokenizer: Tokenizer, tokens: Sequence[int], loops: int, top: int) -> Trace:
+    """A trace of `tokens` with the `top` likeliest tokens of each view."""
+    views = zip(*(_views(tokenizer, passed, top) for passed in _passes(stack, tokens, loops)), strict=True)
+    traced = (TokenTrace(t, _text(tokenizer, t), row) for t, row in zip(tokens, views, strict=True))
+    return Trace(name, loops, tuple(traced))
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """A loop's end, [tokens] or [tokens, vocab_size]."""
+
+    logits: Tensor
+    distance: Tensor
+    exited: Tensor | None
+
+
+@torch.inference_mode()
+def _passes(stack: LoopedStack, tokens: Sequence[int], loops: int) -> Iterator[_Pass]:
+    positions = torch.arange(len(tokens))
+    attend = WholeAttention(positions, 0, len(tokens) if stack.config.bidirectional_prompt else 0)
+    state = stack.enter(stack.prelude(stack.embed(torch.tensor(list(tokens))), positions, attend))
+    read, stayed = stack.leave(state), torch.ones(len(tokens))
+    for loop in range(loops):
+        state = stack.core(state, positions, torch.full_like(positions, loop), attend)
+        before, read = read, stack.leave(state)
+        moved = (read.float() - before.float()).norm(dim=-1) / read.float().norm(dim=-1).clamp_min(TINY)
+        exited = None
+        if stack.config.adaptive:
+            stayed = stayed * (1 - stack.exit_probability(state))
+            exited = 1 - stayed
+        yield _Pass(stack.head(stack.coda(read, positions, attend)), moved, exited)
+
+
+def _views(tokenizer: Tokenizer, passed: _Pass, top: int) -> list[LoopView]:
+    """The view of each token."""
+    logprobs = passed.logits.log_softmax(-1)
+    entropy = torch.special.entr(logprobs.exp()).sum(-1).tolist()
+    best = logprobs.topk(min(top, logprobs.shape[-1]))
+    guesses = zip(best.indices.tolist(), best.values.exp().tolist(), strict=True)
+    tops = [tuple(Guess(t, _text(tokenizer, t), p) for t, p in zip(*row, strict=True)) for row in guesses]
+    exited = [None] * len(tops) if passed.exited is None else passed.exited.tolist()
+    return [LoopView(*facts) for facts in zip(tops, entropy, passed.distance.tolist(), exited, strict=True)]
+
+
+def _text(tokenizer: Tokenizer, token: int) -> str:
+    """ "" for rows of the embedding that no token has."""
+    return tokenizer.decode([token], skip_special=False) if token < tokenizer.vocab_size else ""
