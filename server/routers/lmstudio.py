@@ -82,8 +82,8 @@ async def embeddings(request: Request) -> None:
 
 def quantization(info: "ModelInfo") -> tuple[str, int]:
     """A type such as `bfloat16` as LM Studio names it, and its bits."""
-    kind = info.dtype.rstrip("0123456789")
-    bits = info.dtype.removeprefix(kind)
+    kind = info.weights.rstrip("0123456789")
+    bits = info.weights.removeprefix(kind)
     return _SHORT.get(kind, kind.upper()) + bits, int(bits or 8)
 
 

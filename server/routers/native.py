@@ -81,7 +81,7 @@ async def model(request: Request) -> shapes.ModelFacts:
         id=info.id,
         family=info.family,
         parameters=info.parameters,
-        dtype=info.dtype,
+        weights=info.weights,
         vocab_size=info.vocab_size,
         max_context=info.max_context,
         loops=LoopRange(

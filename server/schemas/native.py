@@ -178,7 +178,7 @@ class ModelFacts(BaseModel):
     id: str
     family: str
     parameters: int
-    dtype: str
+    weights: str
     vocab_size: int
     max_context: int
     loops: LoopRange
