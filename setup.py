@@ -34,6 +34,7 @@ def module(level: str, flags: list[str]) -> Extension:
             "-fvisibility=hidden",
             "-fno-math-errno",
             "-Wno-psabi",
+            "-Wno-maybe-uninitialized",  # of the compiler's own headers
             *flags,
             *os.environ.get("TINYLOOP_CFLAGS", "").split(),  # a sanitizer, say
         ],
