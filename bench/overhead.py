@@ -7,7 +7,8 @@ the engine has worked until then. A client on a socket subtracts that from what 
 everything but the engine: reading, checks, admission, the dispatcher, events, the socket, and the client's own parsing.
 
 `request` is a whole answer of one token. `late` is how long after it was made a token arrives when one comes every
-`--pace-ms`; `each` is a token's share of a long stream whose tokens are made at once.
+`--pace-ms`; `each` is a token's share of a long stream whose tokens are made at once. How late tokens are that a bare
+socket sends shows what of `late` is the machine's: two processes that have to wake up.
 """
 
 import argparse
@@ -53,6 +54,26 @@ from server.cli import bind, run_server
 from server.scheduler import Scheduler
 from server.settings import Settings
 run_server(Scheduler(StampingEngine({pace_s})), Settings(), bind("127.0.0.1", 0))
+"""
+
+BARE = """
+import asyncio, time, uvloop
+
+async def answer(reader, writer):
+    while await reader.readuntil(b"}}"):
+        writer.write(b"HTTP/1.1 200 OK\\r\\ntransfer-encoding: chunked\\r\\n\\r\\n")
+        for _ in range({tokens}):
+            await asyncio.sleep({pace_s})
+            data = b"data: <%d,0>\\n\\n" % time.perf_counter_ns()
+            writer.write(b"%x\\r\\n%s\\r\\n" % (len(data), data))
+        writer.write(b"0\\r\\n\\r\\n")
+
+async def main():
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    print("http://%s:%d" % server.sockets[0].getsockname(), flush=True)
+    await server.serve_forever()
+
+uvloop.run(main())
 """
 
 
@@ -127,12 +148,19 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, float]]:
             assert {len(stream) for stream in streams} == {LONG}
             found[path]["request"] = statistics.median(spent)
             found[path]["each"] = statistics.median(map(each_ms, streams))
-    with python_process(SERVER.format(pace_s=args.pace_ms / 1000)) as (_, address):
+    pace_s = args.pace_ms / 1000
+    with python_process(SERVER.format(pace_s=pace_s)) as (_, address):
         client = Client(address)
         for path in APIS:
-            late = [came - made for _ in range(4) for made, _, came in client.arrivals(path, PACED)]
-            found[path]["late"] = statistics.median(late) / 1e6
+            found[path]["late"] = late_ms(client, path)
+    with python_process(BARE.format(pace_s=pace_s, tokens=PACED)) as (_, address):
+        found["a bare socket"] = {"late": late_ms(Client(address), "/v1/completions")}
     return found
+
+
+def late_ms(client: Client, path: str) -> float:
+    late = [came - made for _ in range(4) for made, _, came in client.arrivals(path, PACED)]
+    return statistics.median(late) / 1e6
 
 
 def main() -> None:
@@ -142,7 +170,8 @@ def main() -> None:
     found = measure(parser.parse_args())
     print("| p50, ms | request | token, late | token, each |\n|---|---|---|---|")
     for path, row in found.items():
-        print(f"| `{path}` | {row['request']:.2f} | {row['late']:.3f} | {row['each']:.3f} |")
+        figures = (f"{row[name]:.3f}" if name in row else "" for name in ("request", "late", "each"))
+        print(f"| {path} | {' | '.join(figures)} |")
     print(json.dumps({"machine": machine(), "ms": found}))
 
 
