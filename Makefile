@@ -6,7 +6,7 @@ HOST ?= 127.0.0.1
 PORT ?= 8000
 BIN := .venv/bin
 
-.PHONY: sanitize serve test check fmt bench peers docs clean
+.PHONY: sanitize schemathesis serve test check fmt bench peers docs clean
 
 serve: .venv/installed
 	@exec $(BIN)/tinyloop serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
@@ -37,6 +37,12 @@ peers:
 
 sanitize: .venv/dev
 	$(BIN)/python tests/sanitized.py $(ARGS)
+
+# In an environment of its own, because it pins what the others use. About 5 minutes.
+schemathesis: .venv/dev
+	test -x .peers/schemathesis/bin/st || $(PYTHON) -m venv .peers/schemathesis
+	.peers/schemathesis/bin/python -m pip install -q 'schemathesis>=4.32,<5'
+	$(BIN)/python -m tests.described .peers/schemathesis/bin/st --max-examples 50 $(ARGS)
 
 docs: .venv/dev
 	$(BIN)/python docs/check.py
