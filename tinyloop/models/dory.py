@@ -37,7 +37,7 @@ class Dory(Family):
 
     def config(self, raw: Mapping[str, Any]) -> DoryConfig:
         facts = Facts(raw)
-        blocks = 2 if "mlp" in (raw.get("layer_types") or ()) else 1  # released: attention and MLP count apart
+        blocks = 2 if "mlp" in facts.names("layer_types") else 1  # released: attention and MLP count apart
         layers = facts.count("num_hidden_layers", 36) // blocks
         prelude, coda = (facts.count(f"n_{end}_layers", 8, 0) // blocks for end in ("input", "output"))
         core = facts.count("n_recurrent_layers", blocks * (layers - prelude - coda)) // blocks
@@ -45,7 +45,7 @@ class Dory(Family):
             raise CheckpointError(f"config.json: num_hidden_layers {layers} is not {prelude} + {core} + {coda} layers")
         facts.refuse("recurrent_kv_cache_mode", "per_loop", "last_loop")
         window, trained = facts.count("sliding_window", 1024), facts.count("n_recurrent_loops", 2)
-        kinds = _kinds(raw, layers, blocks)
+        kinds = _kinds(facts, layers, blocks)
         decoder = facts.decoder() | {"rotary": tuple(_rotary(facts, kind) for kind in KINDS)}
         return DoryConfig(
             family="dory",
@@ -121,10 +121,12 @@ def _scaled(head: Callable[[Tensor], Tensor], scale: Tensor, h: Tensor) -> Tenso
     return head(h).float() * scale
 
 
-def _kinds(raw: Mapping[str, Any], layers: int, blocks: int) -> list[str]:
+def _kinds(facts: Facts, layers: int, blocks: int) -> list[str]:
     """The kind of each layer; by default every fourth sees everything."""
-    kinds = raw.get("layer_types") or ["full_attention" if i % 4 == 3 else "sliding_attention" for i in range(layers)]
-    kinds = list(kinds)[::blocks]
+    kinds = facts.names("layer_types") or [
+        "full_attention" if i % 4 == 3 else "sliding_attention" for i in range(layers)
+    ]
+    kinds = kinds[::blocks]
     if len(kinds) != layers or not set(kinds) <= set(KINDS):
         raise CheckpointError(f"config.json: layer_types must name {layers} layers of {', '.join(KINDS)}")
     return kinds

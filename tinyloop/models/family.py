@@ -20,6 +20,7 @@ from tinyloop.kernels import Int8Linear, Linear
 from tinyloop.layers import Attention, GatedMLP, Layer, PreNormLayer, RMSNorm
 from tinyloop.recurrence import NormedRecurrence, Recurrence
 
+MOST = 1 << 24  # of anything that a config counts: nothing is allocated by a number alone
 BEYOND_TRAINED = 2  # quality falls slowly past the trained depth; up to twice of it may be asked for
 
 
@@ -110,6 +111,8 @@ class Facts:
         value = default if value is None else value
         if not isinstance(value, int) or isinstance(value, bool):
             raise CheckpointError(f"config.json: {key} must be a whole number, got {shown(value)}")
+        if abs(value) > MOST:
+            raise CheckpointError(f"config.json: {key} must be at most {MOST}, got {shown(value)}")
         return value
 
     def positive(self, key: str, default: float) -> float:
@@ -126,6 +129,14 @@ class Facts:
         if not isinstance(value, bool):
             raise CheckpointError(f"config.json: {key} must be true or false, got {shown(value)}")
         return value
+
+    def names(self, key: str) -> list[str]:
+        """A list of words, empty if there is none."""
+        value = self.raw.get(key)
+        value = [] if value is None else value
+        if not isinstance(value, list | tuple) or not all(isinstance(name, str) for name in value):
+            raise CheckpointError(f"config.json: {key} must be a list of names, got {shown(value)}")
+        return list(value)
 
     def section(self, key: str) -> "Facts":
         """The object under `key`, empty if there is none."""
