@@ -99,6 +99,6 @@ def test_a_model_of_random_weights_takes_the_memory_that_was_predicted() -> None
             assert abs(figures.off) < 0.05, figures
     """
     environment = os.environ | {"PYTHONPATH": str(BENCH), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], env=environment, capture_output=True, text=True,
-                          check=False, timeout=300)  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], env=environment, capture_output=True,
+                          text=True, check=False, timeout=300)  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -25,7 +25,7 @@ from tinyloop.config import MOST_LAYERS
 from tinyloop.errors import CheckpointError, RequestError
 from tinyloop.inspection import inspect
 from tinyloop.model import Model
-from tinyloop.models.family import MOST
+from tinyloop.models.family import LARGEST
 from tinyloop.models.registry import family_of
 from tinyloop.tokenizer import Tokenizer
 
@@ -218,7 +218,7 @@ def test_no_value_of_a_config_does_more_than_a_refusal(name: str) -> None:
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "ouro", "nanbeige", "iquestloopcoder"])
 def test_a_number_of_layers_takes_no_memory(model_type: str) -> None:
-    for layers in (MOST_LAYERS + 1, MOST, MOST + 1, 10**12):
+    for layers in (MOST_LAYERS + 1, LARGEST, LARGEST + 1, 10**12):
         with pytest.raises(CheckpointError, match="layers"):
             inspect(raw_config(model_type, num_hidden_layers=layers, loop_num=2), torch.float32)
 

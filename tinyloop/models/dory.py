@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tinyloop.arguments import shown
 from tinyloop.config import Layout, ModelConfig, Rotary
 from tinyloop.errors import CheckpointError
 from tinyloop.layers import Layer, RMSNorm
@@ -37,15 +38,16 @@ class Dory(Family):
 
     def config(self, raw: Mapping[str, Any]) -> DoryConfig:
         facts = Facts(raw)
-        blocks = 2 if "mlp" in facts.names("layer_types") else 1  # released: attention and MLP count apart
-        layers = facts.count("num_hidden_layers", 36) // blocks
-        prelude, coda = (facts.count(f"n_{end}_layers", 8, 0) // blocks for end in ("input", "output"))
-        core = facts.count("n_recurrent_layers", blocks * (layers - prelude - coda)) // blocks
+        listed = _listed(raw)
+        blocks = 2 if "mlp" in listed else 1  # released: attention and MLP count apart
+        layers = facts.few("num_hidden_layers", 36) // blocks
+        prelude, coda = (facts.few(f"n_{end}_layers", 8, 0) // blocks for end in ("input", "output"))
+        core = facts.few("n_recurrent_layers", blocks * (layers - prelude - coda)) // blocks
         if prelude + core + coda != layers:
             raise CheckpointError(f"config.json: num_hidden_layers {layers} is not {prelude} + {core} + {coda} layers")
         facts.refuse("recurrent_kv_cache_mode", "per_loop", "last_loop")
-        window, trained = facts.count("sliding_window", 1024), facts.count("n_recurrent_loops", 2)
-        kinds = _kinds(facts, layers, blocks)
+        window, trained = facts.count("sliding_window", 1024), facts.few("n_recurrent_loops", 2)
+        kinds = _kinds(listed[::blocks], layers)
         decoder = facts.decoder() | {"rotary": tuple(_rotary(facts, kind) for kind in KINDS)}
         return DoryConfig(
             family="dory",
@@ -121,13 +123,17 @@ def _scaled(head: Callable[[Tensor], Tensor], scale: Tensor, h: Tensor) -> Tenso
     return head(h).float() * scale
 
 
-def _kinds(facts: Facts, layers: int, blocks: int) -> list[str]:
+def _listed(raw: Mapping[str, Any]) -> list[Any]:
+    listed = raw.get("layer_types") or []
+    if not isinstance(listed, list):
+        raise CheckpointError(f"config.json: layer_types must be a list, got {shown(listed)}")
+    return listed
+
+
+def _kinds(listed: list[Any], layers: int) -> list[str]:
     """The kind of each layer; by default every fourth sees everything."""
-    kinds = facts.names("layer_types") or [
-        "full_attention" if i % 4 == 3 else "sliding_attention" for i in range(layers)
-    ]
-    kinds = kinds[::blocks]
-    if len(kinds) != layers or not set(kinds) <= set(KINDS):
+    kinds = listed or ["full_attention" if i % 4 == 3 else "sliding_attention" for i in range(layers)]
+    if len(kinds) != layers or any(kind not in tuple(KINDS) for kind in kinds):
         raise CheckpointError(f"config.json: layer_types must name {layers} layers of {', '.join(KINDS)}")
     return kinds
 

@@ -20,7 +20,8 @@ from tinyloop.kernels import Int8Linear, Linear
 from tinyloop.layers import Attention, GatedMLP, Layer, PreNormLayer, RMSNorm
 from tinyloop.recurrence import NormedRecurrence, Recurrence
 
-MOST = 1 << 24  # of anything that a config counts: nothing is allocated by a number alone
+LARGEST = 1 << 24  # of any whole number in a config: far above any size in use
+MOST = 4096
 BEYOND_TRAINED = 2  # quality falls slowly past the trained depth; up to twice of it may be asked for
 
 
@@ -111,8 +112,8 @@ class Facts:
         value = default if value is None else value
         if not isinstance(value, int) or isinstance(value, bool):
             raise CheckpointError(f"config.json: {key} must be a whole number, got {shown(value)}")
-        if abs(value) > MOST:
-            raise CheckpointError(f"config.json: {key} must be at most {MOST}, got {shown(value)}")
+        if abs(value) > LARGEST:
+            raise CheckpointError(f"config.json: {key} must be at most {LARGEST}, got {shown(value)}")
         return value
 
     def positive(self, key: str, default: float) -> float:
@@ -130,14 +131,6 @@ class Facts:
             raise CheckpointError(f"config.json: {key} must be true or false, got {shown(value)}")
         return value
 
-    def names(self, key: str) -> list[str]:
-        """A list of words, empty if there is none."""
-        value = self.raw.get(key)
-        value = [] if value is None else value
-        if not isinstance(value, list | tuple) or not all(isinstance(name, str) for name in value):
-            raise CheckpointError(f"config.json: {key} must be a list of names, got {shown(value)}")
-        return list(value)
-
     def section(self, key: str) -> "Facts":
         """The object under `key`, empty if there is none."""
         value = self.raw.get(key, {})
@@ -151,6 +144,19 @@ class Facts:
         if value < least:
             raise CheckpointError(f"config.json: {key} must be at least {least}, got {shown(value)}")
         return value
+
+    def few(self, key: str, default: int | None = None, least: int = 1) -> int:
+        """A number of layers, loops or cycles: lists are made of these, so there is a most."""
+        value = self.count(key, default, least)
+        if value > MOST:
+            raise CheckpointError(f"config.json: {key} must be at most {MOST}, got {shown(value)}")
+        return value
+
+    def full_attention(self) -> None:
+        """Refuse layers that do not see everything."""
+        kinds = self.raw.get("layer_types") or []
+        if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
+            raise CheckpointError(f"config.json: layer_types = {shown(kinds)} is not supported")
 
     def rotary(self, default: float = 10000.0) -> Rotary:
         """The table of rotary angles; Llama 3's stretched one is known, other and partial variants are refused."""

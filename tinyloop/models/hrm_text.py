@@ -24,8 +24,8 @@ class HrmText(Family):
 
     def config(self, raw: Mapping[str, Any]) -> ModelConfig:
         facts = Facts(raw)
-        layers = facts.count("num_layers_per_stack", facts.count("num_hidden_layers"))
-        trained, inner = facts.count("H_cycles", 2), facts.count("L_cycles", 3)
+        layers = facts.few("num_layers_per_stack", facts.few("num_hidden_layers"))
+        trained, inner = facts.few("H_cycles", 2), facts.few("L_cycles", 3)
         decoder = Facts({"head_dim": 128, **raw}).decoder()
         facts.refuse("num_key_value_heads", None, decoder["num_heads"])
         scale = 1 / facts.positive("initializer_range", 0.02)

@@ -49,8 +49,8 @@ class Huginn(Family):
         hidden, heads, qk_bias = facts.count("n_embd"), facts.count("n_heads"), facts.flag("qk_bias", True)
         if qk_bias:
             facts.refuse("num_key_value_heads", None, heads)
-        prelude, coda = (facts.count(f"n_layers_in_{end}", 2, 0) for end in ("prelude", "coda"))
-        trained = facts.count("mean_recurrence", 32)
+        prelude, coda = (facts.few(f"n_layers_in_{end}", 2, 0) for end in ("prelude", "coda"))
+        trained = facts.few("mean_recurrence", 32)
         stretched = raw.get("rope_theta") is not None or raw.get("rope_scaling") is not None
         return HuginnConfig(
             family="huginn",
@@ -66,7 +66,7 @@ class Huginn(Family):
             rotary=(facts.rotary() if stretched else Rotary(facts.positive("rope_base", 50000)),),
             tie_embeddings=facts.flag("tie_embeddings", True),
             embedding_scale=facts.section("init_values").positive("embed_scale", hidden**0.5),
-            layout=Layout(prelude, facts.count("n_layers_in_recurrent_block", 4), coda),
+            layout=Layout(prelude, facts.few("n_layers_in_recurrent_block", 4), coda),
             carried=2,
             default_loops=trained,
             max_loops=BEYOND_TRAINED * trained,

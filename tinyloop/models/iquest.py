@@ -26,7 +26,7 @@ class IQuestLoop(Family):
         facts.refuse("sliding_window", None)
         return ModelConfig(
             family="iquestloop",
-            layout=Layout(0, facts.count("num_hidden_layers"), 0),
+            layout=Layout(0, facts.few("num_hidden_layers"), 0),
             default_loops=LOOPS,
             max_loops=LOOPS,
             trained_loops=LOOPS,

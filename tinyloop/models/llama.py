@@ -95,7 +95,7 @@ class DampedRecurrence(Recurrence):
 def _refuse_windows(raw: Mapping[str, Any]) -> None:
     facts = Facts(raw)
     facts.refuse("use_sliding_window", False)
-    facts.refuse("layer_types", None, ["full_attention"] * facts.integer("num_hidden_layers"))
+    facts.full_attention()
 
 
 def _retrofit(raw: Mapping[str, Any]) -> Retrofit | None:

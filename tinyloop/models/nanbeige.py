@@ -27,18 +27,18 @@ class Nanbeige(Family):
 
     def config(self, raw: Mapping[str, Any]) -> ModelConfig:
         facts = Facts(raw)
-        layers, decoder = facts.count("num_hidden_layers"), facts.decoder()
+        decoder = facts.decoder()
         for switch, off in OFF.items():
             facts.refuse(switch, *off)
         for switch in raw:  # loop split, hyper-connections, depth attention and whatever comes
             if switch.startswith("enable_"):
                 facts.refuse(switch, None, False)
-        facts.refuse("layer_types", None, ["full_attention"] * layers)
+        facts.full_attention()
         facts.refuse("kv_channels", None, decoder["head_dim"])
         trained = _trained_loops(facts)
         return ModelConfig(
             family="nanbeige",
-            layout=Layout(0, layers, 0),
+            layout=Layout(0, facts.few("num_hidden_layers"), 0),
             default_loops=trained,
             max_loops=BEYOND_TRAINED * trained,
             trained_loops=trained,
@@ -50,4 +50,4 @@ class Nanbeige(Family):
 def _trained_loops(facts: Facts) -> int:
     """Where intermediate loops were trained too, there is one weight for each of them, and they decide."""
     weights = facts.raw.get("loop_loss_weights") or []
-    return len(weights) + 1 if isinstance(weights, list) and weights else facts.count("num_loops", 1)
+    return len(weights) + 1 if isinstance(weights, list) and weights else facts.few("num_loops", 1)

@@ -15,7 +15,8 @@ class Ouro(Family):
     def config(self, raw: Mapping[str, Any]) -> ModelConfig:
         facts = Facts(raw)
         facts.refuse("use_sliding_window", False)
-        trained = facts.count("total_ut_steps", 4)
+        facts.full_attention()
+        trained = facts.few("total_ut_steps", 4)
         return ModelConfig(
             family="ouro",
             layout=Layout(0, facts.integer("num_hidden_layers"), 0),
