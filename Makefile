@@ -6,7 +6,7 @@ HOST ?= 127.0.0.1
 PORT ?= 8000
 BIN := .venv/bin
 
-.PHONY: serve test check fmt bench peers docs clean
+.PHONY: sanitize serve test check fmt bench peers docs clean
 
 serve: .venv/installed
 	@exec $(BIN)/tinyloop serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
@@ -34,6 +34,9 @@ peers:
 	.peers/vllm/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
 	test -x .peers/llama/bin/python || $(PYTHON) -m venv .peers/llama
 	.peers/llama/bin/python -m pip install -q 'llama-cpp-python[server]==0.3.36'
+
+sanitize: .venv/dev
+	$(BIN)/python tests/sanitized.py $(ARGS)
 
 docs: .venv/dev
 	$(BIN)/python docs/check.py

@@ -4,6 +4,7 @@ All of them are optional: where a compiler is missing, or does not know a level,
 module is loaded is decided at run time by what the processor has (tinyloop/kernels/native.py).
 """
 
+import os
 import platform
 from glob import glob
 
@@ -33,7 +34,9 @@ def module(level: str, flags: list[str]) -> Extension:
             "-fvisibility=hidden",
             "-fno-math-errno",
             "-Wno-psabi",
+            "-Wno-maybe-uninitialized",  # of the compiler's own headers
             *flags,
+            *os.environ.get("TINYLOOP_CFLAGS", "").split(),  # a sanitizer, say
         ],
         extra_link_args=["-pthread"],
         optional=True,

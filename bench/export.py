@@ -31,6 +31,9 @@ class Taken:
     def __init__(self, source: Any) -> None:
         self.source, self.tensors = source, Tensors()
 
+    def has(self, name: str) -> bool:
+        return bool(self.source.has(name))
+
     def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         self.tensors[name] = self.source.take(name, shape).to(torch.bfloat16).contiguous()
         return self.tensors[name]

@@ -26,8 +26,8 @@ from typing import Any
 
 from export import exported, random_model
 from machine import machine
-from random_model import OURO
-from serving import DidNotStart, Side, Spec
+from random_model import HRM, OURO
+from serving import DidNotStart, Side, Spec, awake, pause
 from sides import ROOT, all_of_ours, found, installed, llama, piped, tinyloop, vllm
 
 from tinyloop.checkpoint import open_checkpoint
@@ -39,7 +39,10 @@ SHORT, LONG = 32, 512  # tokens of prompts
 ANSWER, WARM = 64, 8  # tokens answered
 PAUSE_S = 0.3  # between sides, for threads that spin before they sleep
 AT_REST_S = 2.0
-SHAPES: dict[str, tuple[dict[str, Any], str]] = {"ouro": (OURO, "eager")}  # config, and who else runs it
+SHAPES: dict[str, tuple[dict[str, Any], str]] = {
+    "ouro": (OURO, "eager"),
+    "hrm_text": (HRM, "vllm"),
+}  # config, and who else runs it
 
 
 @dataclass(frozen=True)
@@ -131,12 +134,15 @@ def measure(comparison: Comparison, prompts: Prompts, repeats: int, logs: Path) 
     with contextlib.ExitStack() as stack:
         sides = {spec.name: stack.enter_context(spec.started(logs)) for spec in comparison.peers + comparison.ours}
         time.sleep(AT_REST_S)
+        for side in sides.values():
+            pause(side)
         for repeat in range(repeats + 1):
             order = list(sides)[:: -1 if repeat % 2 else 1]
             for workload in comparison.workloads:
                 for name in order:
-                    time.sleep(PAUSE_S)
-                    figure = workload.run(sides[name], prompts, None if repeat else min(WARM, workload.answer))
+                    with awake(sides[name]) as side:
+                        time.sleep(PAUSE_S)
+                        figure = workload.run(side, prompts, None if repeat else min(WARM, workload.answer))
                     if repeat:
                         runs.setdefault(workload.name, {}).setdefault(name, []).append(figure)
                         print(f"{comparison.name}, round {repeat}, {workload.name}, {name}: {figure:.1f}", flush=True)

@@ -14,6 +14,14 @@ OURO = {
 }  # fmt: skip
 
 
+HRM = {
+    "model_type": "hrm_text", "architectures": ["HrmTextForCausalLM"], "vocab_size": 49152, "hidden_size": 768,
+    "intermediate_size": 2048, "num_hidden_layers": 6, "num_attention_heads": 12, "num_key_value_heads": 12,
+    "head_dim": 64, "H_cycles": 2, "L_cycles": 3, "prefix_lm": False, "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+
+
 class RandomTensors:
     """A checkpoint in which every tensor exists."""
 

@@ -41,6 +41,8 @@ class Answered:
 
 
 class Side(Protocol):
+    process: Popen[str]
+
     def ask(self, prompts: list[list[int]], tokens: int) -> Answered:
         """All prompts at once, `tokens` answered to each."""
 
@@ -75,6 +77,7 @@ class Spec:
 class Server:
     """An OpenAI-style server on a port of this machine."""
 
+    process: Popen[str]
     port: int
     model: str
     text: Callable[[Sequence[int]], str] | None
@@ -126,7 +129,7 @@ def _server(process: Popen[str], port: int, spec: Spec) -> Server | None:
             contextlib.suppress(OSError),
             urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=5) as got,
         ):
-            return Server(port, json.load(got)["data"][0]["id"], spec.text)
+            return Server(process, port, json.load(got)["data"][0]["id"], spec.text)
         time.sleep(0.2)
     return None
 
@@ -162,6 +165,21 @@ def _piped(process: Popen[str], spec: Spec) -> Piped | None:
 # Processes
 
 
+def pause(side: Side) -> None:
+    """Stop a side where it is. One that waits for work still looks for it, on the processors of the others."""
+    os.killpg(side.process.pid, signal.SIGSTOP)
+
+
+@contextmanager
+def awake(side: Side) -> Iterator[Side]:
+    """Let a paused side go on, for so long."""
+    os.killpg(side.process.pid, signal.SIGCONT)
+    try:
+        yield side
+    finally:
+        pause(side)
+
+
 @contextmanager
 def child(spec: Spec, port: int, log: Path) -> Iterator[Popen[str]]:
     """The process of a side. What it prints goes to `log`, but for the answers of one that is `piped`."""
@@ -180,8 +198,9 @@ def end(process: Popen[str]) -> None:
     for stream in filter(None, (process.stdin, process.stdout)):
         with contextlib.suppress(OSError):
             stream.close()
-    for kind in (signal.SIGTERM, signal.SIGKILL):
+    for kind in (signal.SIGCONT, signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError, TimeoutExpired):
             os.killpg(process.pid, kind)
-            process.wait(STOP_LIMIT_S)
-            return
+            if kind != signal.SIGCONT:  # what is paused could not end politely
+                process.wait(STOP_LIMIT_S)
+                return

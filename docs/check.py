@@ -16,7 +16,9 @@ from typing import Any
 
 from server.routers import ops
 from server.scheduler import Scheduler
-from server.schemas.openai import ChatRequest, CompletionRequest, Request, parse
+from server.schemas import anthropic, decisions, lmstudio, native, responses
+from server.schemas.common import Body, parse
+from server.schemas.openai import ChatRequest, CompletionRequest
 from tinyloop.errors import RequestError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -24,6 +26,17 @@ PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 BODY = re.compile(r"(?:-d|--data) '(.*?)'(?:\s|$)", re.DOTALL)
+# What a path is sent; a longer path stands before one that it ends with.
+BODIES: dict[str, type[Body]] = {
+    "/api/v1/chat": lmstudio.ChatV1,
+    "/v1/decisions": decisions.DecisionRequest,
+    "/v1/messages": anthropic.MessagesRequest,
+    "/tinyloop/v1/generate": native.Generate,
+    "/tinyloop/v1/prefixes": native.Register,
+    "/v1/responses": responses.CreateRequest,
+    "/chat/completions": ChatRequest,
+    "/v1/completions": CompletionRequest,
+}
 SERIES = re.compile(r"\btinyloop_\w+")
 
 
@@ -75,8 +88,8 @@ def missing_imports(tree: ast.AST) -> Iterator[str]:
 def broken_bodies(text: str) -> Iterator[str]:
     for block in blocks(text, "sh", "bash"):
         for call in block.split("curl ")[1:]:
-            kind = ChatRequest if "/v1/chat/completions" in call else CompletionRequest
-            if "/v1/" in call and "completions" in call:
+            kind = next((kind for path, kind in BODIES.items() if re.search(rf"{path}[\s'\"]", call)), None)
+            if kind is not None:
                 body = BODY.search(call)
                 yield from refused(kind, body[1] if body else "")
     for block in blocks(text, "json"):
@@ -86,7 +99,7 @@ def broken_bodies(text: str) -> Iterator[str]:
             yield f"JSON block: {error}"
 
 
-def refused(kind: type[Request], body: str) -> Iterator[str]:
+def refused(kind: type[Body], body: str) -> Iterator[str]:
     try:
         parse(kind, body.encode())
     except RequestError as error:

@@ -120,6 +120,15 @@ class WorkPredictor:
         seconds = max(self._prompts_s(before, ask), self._slots_s(before, ask))
         return 1000 * seconds * math.exp(self._bias())
 
+    def token_ms(self, loops: int, boundary: float) -> float | None:
+        """The time between two tokens of an answer at so many loops, with everybody who runs or waits now beside it;
+        None while nothing has been measured. `boundary`: what a token costs outside of the core, in loops of it."""
+        if self.cost.rate is None:
+            return None
+        waiting = sum(load.requests for load in self.queued.values())
+        streams = min(self.running.requests + waiting + 1, self.limit)
+        return 1000 * (loops * self.cost.core.seconds(streams) + self.cost.boundary.seconds(streams * boundary))
+
     def service_s(self, request: ScheduledRequest) -> float | None:
         """How long the rest of a request takes at the present rate."""
         rate = self.cost.rate
@@ -214,6 +223,18 @@ class Admission:
         if limit is not None and predicted > limit:
             raise AdmissionRejected(f"predicted wait of {predicted:.0f} ms exceeds the SLO of {limit:g} ms", predicted)
         return predicted
+
+    def keeps_pace(self, token_ms: float | None, loops: int, boundary: float) -> bool:
+        """Whether an answer at so many loops is foretold to come at the pace that its caller accepts."""
+        predicted = self.work.token_ms(loops, boundary)
+        return predicted is None or token_ms is None or predicted <= token_ms
+
+    def check_pace(self, token_ms: float | None, loops: int, boundary: float, wait_ms: float | None) -> None:
+        """The second gate's other half. Raises AdmissionRejected."""
+        if not self.keeps_pace(token_ms, loops, boundary):
+            predicted = self.work.token_ms(loops, boundary)
+            message = f"predicted {predicted:.0f} ms between tokens exceed the SLO of {token_ms:g} ms"
+            raise AdmissionRejected(message, wait_ms or 0.0)
 
     def limit_ms(self, slo_ms: float | None) -> float | None:
         """The longest wait that a request accepts, None for any."""

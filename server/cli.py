@@ -12,6 +12,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -32,6 +33,7 @@ cli = typer.Typer(name="tinyloop", no_args_is_help=True, add_completion=False, p
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 _MOST_BYTES = 1 << 62  # more than any machine has, and still a number that can be compared with what it has
 SWITCH_S = 0.0005  # that the event loop waits for the interpreter while the engine has it; a tenth of what Python does
+UNREAD_MS = 60_000  # how long what was sent may lie unread
 CLOSE_S = 5  # how long a client may take to read its last bytes before its connection is cut
 
 
@@ -56,6 +58,12 @@ def _positive(value: float | None) -> float | None:
     if value is not None and not 0 < value < math.inf:
         raise typer.BadParameter(f"{value:g} is not above 0")
     return value
+
+
+def _busy(status: int) -> int:
+    if status not in (429, 503):
+        raise typer.BadParameter(f"{status} is neither 429 nor 503")
+    return status
 
 
 def _mode(text: str) -> "DispatchMode":
@@ -93,13 +101,19 @@ def serve(
         float, typer.Option(callback=_positive, help="Seconds without a step, with work to do, until /health is red.")
     ] = 60.0,
     http_drain: Annotated[bool, typer.Option("--http-drain", help="Let POST /drain end the server.")] = False,
-    salt_by_key: Annotated[bool, typer.Option("--salt-by-key", help="Share no prefixes between API keys.")] = False,
-    allowed_host: Annotated[list[str] | None, typer.Option(help="A further Host header to answer.")] = None,
+    api_key: Annotated[list[str] | None, typer.Option(help="A key to ask with; may be given again.")] = None,
+    api_key_file: Annotated[Path | None, typer.Option(help="A file of keys, one a line.")] = None,
+    allow_host: Annotated[list[str] | None, typer.Option(help="A further Host header to answer.")] = None,
+    cors_origin: Annotated[list[str] | None, typer.Option(help="A web page's origin that may ask, or *.")] = None,
+    busy_status: Annotated[int, typer.Option(callback=_busy, help="Status of a refusal while busy: 429 or 503.")] = 503,
 ) -> None:
     """Serve a model over HTTP. SIGTERM and Ctrl-C finish what runs; a second one ends at once."""
     from server.scheduler import Engine, Policy, Scheduler
-    from server.settings import LOOPBACK, Settings
+    from server.security import LOOPBACK, read_keys
+    from server.settings import Settings
+    from tinyloop.constraint import prepare
 
+    keys = read_keys(api_key or (), api_key_file)
     address = bind(host, port)  # first, so that a taken port is known before a model has been loaded
     memory = None if kv_memory is None else _size(kv_memory)
     policy = Policy(_mode(dispatch), row_budget=row_budget, max_running=max_running)
@@ -112,10 +126,12 @@ def serve(
         engine, max_queue_depth=max_queue_depth, default_slo_ms=slo_ms, policy=policy, default_min_loops=min_loops,
         saturation_ms=saturation_ms, stall_after_s=stall_after,
     )  # fmt: skip
-    hosts = (*LOOPBACK, *(allowed_host or ())) if host in LOOPBACK else tuple(allowed_host or ())
+    prepare(engine.tokenizer)
+    hosts = (*LOOPBACK, *(allow_host or ())) if host in LOOPBACK else tuple(allow_host or ())
     settings = Settings(
-        allowed_hosts=hosts, drain_timeout_s=drain_timeout, salt_by_key=salt_by_key, http_drain=http_drain
-    )
+        allowed_hosts=hosts, drain_timeout_s=drain_timeout, http_drain=http_drain, api_keys=keys,
+        cors_origins=tuple(cors_origin or ()), busy_status=429 if busy_status == 429 else 503,
+    )  # fmt: skip
     run_server(scheduler, settings, address)
 
 
@@ -139,6 +155,8 @@ def bind(host: str, port: int) -> socket.socket:
     bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if sys.platform == "linux":  # accepted sockets inherit it: who takes nothing of what was sent is cut off
+            bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_MS)
         bound.bind((host, port))
         bound.listen()
     except OSError as error:

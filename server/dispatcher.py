@@ -55,7 +55,9 @@ class SteppingEngine(Protocol):
     def suspend(self, lease: Lease) -> None: ...
     def resume(self, lease: Lease) -> bool: ...
     def unpin_shortest(self) -> bool: ...
-    def register_prefix(self, pool: PrefixPool, tokens: Sequence[int], loops: int, cache_window: int) -> int: ...
+    def register_prefix(
+        self, pool: PrefixPool, tokens: Sequence[int], loops: int, cache_window: int, salt: str
+    ) -> int: ...
     def usage(self) -> KVUsage: ...
 
 
@@ -74,6 +76,7 @@ class Dispatcher:
     ) -> None:
         self.engine, self.policy, self.admission, self.metrics = engine, policy, admission, metrics
         self.pool, self._clock = pool, clock
+        self.on_change: Callable[[ScheduledRequest, RequestState | None], None] = lambda request, previous: None
         self.waiting: WaitingQueue[ScheduledRequest] = WaitingQueue()
         self.running: dict[object, ScheduledRequest] = {}
         self.yielded: dict[ScheduledRequest, Lease] = {}
@@ -100,6 +103,7 @@ class Dispatcher:
         """An admitted newcomer joins the queue."""
         self.waiting.push(request)
         self.admission.enter(request)
+        self.on_change(request, None)
 
     def on_move(self, request: ScheduledRequest, previous: RequestState) -> None:
         """To be called once for every move of every request."""
@@ -108,6 +112,7 @@ class Dispatcher:
                 self.waiting.leave(request)
             self.admission.on_move(request, previous)
             self.metrics.on_move(request, previous)
+            self.on_change(request, previous)
         except Exception as error:  # a fault in the bookkeeping must not cost others their answers
             log_fault("accounting for a request failed", error)
 
@@ -400,4 +405,5 @@ def _prompt_work(lease: Lease) -> float:
 
 def _chunk(event: TokenEvent) -> GenerationChunk:
     reason = cast("FinishReason | None", event.finish_reason)
-    return GenerationChunk(event.token_id, event.text, event.logprobs, reason, event.loops)
+    scores = tuple(event.lease.prompt_logprob_values) if event.lease.answer_tokens == 1 else ()
+    return GenerationChunk(event.token_id, event.text, event.logprobs, reason, event.loops, scores)

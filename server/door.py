@@ -44,6 +44,8 @@ class Door:
         prepared, why = self._granted(req, priority, slo_ms)
         ask = self._ask(prepared, priority)
         predicted_ms = self.admission.check_wait(slo_ms, *self._load, ask)
+        if prepared is not None:
+            self.admission.check_pace(req.token_ms, prepared.plan.loops, prepared.boundary, predicted_ms)
         request = ScheduledRequest(
             req=req, priority=priority, slo_ms=slo_ms, streaming=streaming, prepared=prepared, clock=self._clock,
             on_move=self.dispatcher.on_move,
@@ -92,7 +94,8 @@ class Door:
         granted = asked
         for loops in range(most, least - 1, -1):
             granted = asked if loops == fitting else self.engine.at_depth(asked, loops)
-            if self.admission.meets(slo_ms, *self._load, self._ask(granted, priority)):
+            in_time = self.admission.meets(slo_ms, *self._load, self._ask(granted, priority))
+            if in_time and self.admission.keeps_pace(req.token_ms, loops, granted.boundary):
                 break
         return granted, self._why(granted.plan.loops, most, fitting, self._asked_loops(req))
 

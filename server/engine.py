@@ -220,13 +220,15 @@ class Engine:
         """Give back all that a lease holds. Never while a step that holds it is running."""
         self.runner.release(lease)
 
-    def register_prefix(self, pool: PrefixPool, tokens: Sequence[int], loops: int = 8, cache_window: int = 0) -> int:
+    def register_prefix(
+        self, pool: PrefixPool, tokens: Sequence[int], loops: int = 8, cache_window: int = 0, salt: str = ""
+    ) -> int:
         """Compute a prefix, keep it in `pool`, and return the number of tokens cached. Blocks until it is done.
 
         Call it from the thread that drives the engine: a step under way is waited for, and none can start meanwhile.
         """
         return self._thread.submit(
-            self.model.register_prefix, pool, tokens, loops=loops, cache_window=cache_window
+            self.model.register_prefix, pool, tokens, loops=loops, cache_window=cache_window, salt=salt
         ).result()
 
     def check(self) -> None:

@@ -4,6 +4,7 @@
     └── ServerError
         ├── AdmissionRejected        the predicted wait is longer than the request's SLO
         ├── QueueFullError           max_queue_depth requests are already waiting
+        ├── RequestCancelled         somebody cancelled the request by its id while its caller was waiting
         ├── SchedulerShutdown        the scheduler takes no new work because it is shutting down
         │   └── SchedulerNotRunning  ... because it was never started, or has stopped
         └── EngineError              a fault inside the server; the log has the details under `error_id`
@@ -36,6 +37,10 @@ class AdmissionRejected(ServerError):
 
 class QueueFullError(ServerError):
     """As many requests are waiting as may wait."""
+
+
+class RequestCancelled(ServerError):
+    """The request was cancelled by its id, and not by its caller leaving."""
 
 
 class SchedulerShutdown(ServerError):
@@ -86,6 +91,7 @@ HTTP_ERRORS: tuple[tuple[type[BaseException], int, str, str], ...] = (
     (AdmissionRejected, 503, "slo_unattainable", "slo"),
     (SchedulerNotRunning, 503, "not_running", "not_running"),
     (SchedulerShutdown, 503, "draining", "draining"),
+    (RequestCancelled, 409, "cancelled", "invalid"),
     (EngineError, 500, "internal_error", "internal"),
     (ContextOverflow, 400, "context_length_exceeded", "invalid"),
     (NeverFits, 400, "kv_budget_exceeded", "invalid"),

@@ -124,6 +124,7 @@ class ScheduledRequest:
     answer_left: float = field(default=0.0, init=False)
     answer_tokens: int = field(default=0, init=False)
     logprobs: list[Logprobs] = field(default_factory=list, init=False)
+    token_loops: list[int] = field(default_factory=list, init=False)
     stop_reason: str | int | None = field(default=None, init=False)
     future: asyncio.Future[GenerationResult] | None = field(default=None, init=False)
     chunks: asyncio.Queue[GenerationChunk | None] | None = field(default=None, init=False)
@@ -198,6 +199,8 @@ class ScheduledRequest:
         self.answer_tokens += 1
         if chunk.logprobs is not None:
             self.logprobs.append(chunk.logprobs)
+        if chunk.loops is not None:
+            self.token_loops.append(chunk.loops)
         if self.chunks is not None:
             self.chunks.put_nowait(chunk)
 
@@ -215,6 +218,7 @@ class ScheduledRequest:
             stop_reason=self.stop_reason,
             logprobs=tuple(self.logprobs),
             prompt_logprobs=tuple(lease.prompt_logprob_values),
+            token_loops=tuple(self.token_loops),
             timings=self.timings(),
         )
 
@@ -228,6 +232,8 @@ class ScheduledRequest:
             prompt_tokens=self.prompt_tokens,
             loops_requested=self.req.loops,
             logprobs=tuple(self.logprobs),
+            prompt_logprobs=chunks[0].prompt_logprobs if chunks else (),
+            token_loops=tuple(self.token_loops),
             timings=self.timings(),
         )
 

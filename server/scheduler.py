@@ -35,8 +35,9 @@ from server.metrics import Gauges, Metrics
 from server.policy import DispatchMode, Policy
 from server.request import SHUTDOWN, ChunkStream, RequestState, ScheduledRequest
 from server.types import GenerationChunk, GenerationRequest, GenerationResult
+from server.watch import Watchers
 from tinyloop.errors import RequestError
-from tinyloop.kv.prefix import PrefixPool
+from tinyloop.kv.prefix import Entry, PrefixPool
 from tinyloop.sequence import Lease
 
 if TYPE_CHECKING:
@@ -142,6 +143,8 @@ class Scheduler:
         self.door = Door(
             self.dispatcher, DepthCeilings(saturation_ms, clock), clock, default_min_loops if self._steps else None
         )
+        self.watchers = Watchers()
+        self.dispatcher.on_change = self.watchers.tell
         self.stall_after_s = stall_after_s
         self._clock = clock
         self._beat = clock()  # when the last step ended, or work came to an idle engine
@@ -178,6 +181,20 @@ class Scheduler:
     def cancel(self, request: ScheduledRequest) -> None:
         """The caller has gone. What waits is dropped at once, what runs stops at the next loop boundary."""
         self.dispatcher.cancel(request)
+
+    def cancel_named(self, name: str, tenant: str) -> int:
+        """Cancel what runs or waits under this name, its own id or the caller's label. Returns how many; a tenant's
+        own only."""
+        found = [
+            request
+            for request in self.dispatcher.everybody()
+            if name in (request.request_id, request.req.request_id)
+            and request.tenant == tenant
+            and not request.cancelled
+        ]
+        for request in found:
+            self.cancel(request)
+        return len(found)
 
     def _enter(
         self, req: GenerationRequest, priority: int, slo_ms: float | None, *, streaming: bool
@@ -342,7 +359,7 @@ class Scheduler:
     def _matches_pool(self, req: GenerationRequest) -> bool:
         if req.mode != "generate" or isinstance(req.prompt, str) or not hasattr(self.engine, "generate_with_pool"):
             return False
-        prefix = self.pool.match_tokens(req.prompt, req.loops or DEFAULT_LOOPS, req.cache_window)
+        prefix = self.pool.match_tokens(req.prompt, req.loops or DEFAULT_LOOPS, req.cache_window, req.cache_salt)
         self.metrics.on_prefix_lookup(len(req.prompt), len(prefix.tokens) if prefix else 0)
         return prefix is not None
 
@@ -401,20 +418,30 @@ class Scheduler:
 
     # Prefixes
 
-    def register_prefix(self, tokens: Sequence[int], loops: int = DEFAULT_LOOPS, cache_window: int = 0) -> int:
+    def register_prefix(
+        self, tokens: Sequence[int], loops: int = DEFAULT_LOOPS, cache_window: int = 0, salt: str = ""
+    ) -> int:
         """Keep a tokenised prefix for reuse; returns the number of tokens cached. Blocks while the engine computes."""
         if self._steps:
-            return int(self.engine.register_prefix(self.pool, tokens, loops, cache_window))
-        return self.pool.register_tokens(tokens, loops, cache_window)
+            return int(self.engine.register_prefix(self.pool, tokens, loops, cache_window, salt))
+        return self.pool.register_tokens(tokens, loops, cache_window, salt)
 
-    async def aregister_prefix(self, tokens: Sequence[int], loops: int = DEFAULT_LOOPS, cache_window: int = 0) -> int:
+    async def aregister_prefix(
+        self, tokens: Sequence[int], loops: int = DEFAULT_LOOPS, cache_window: int = 0, salt: str = ""
+    ) -> int:
         """`register_prefix` in a worker thread, between two turns of the dispatcher."""
         # Shielded: were the caller cancelled, the thread would go on without the lock.
-        return await asyncio.shield(self._register_between_turns(tokens, loops, cache_window))
+        return await asyncio.shield(self._register_between_turns(tokens, loops, cache_window, salt))
 
-    async def _register_between_turns(self, tokens: Sequence[int], loops: int, cache_window: int) -> int:
+    async def _register_between_turns(self, tokens: Sequence[int], loops: int, cache_window: int, salt: str) -> int:
         async with self._turn_lock:
-            return await asyncio.to_thread(self.register_prefix, tokens, loops, cache_window)
+            return await asyncio.to_thread(self.register_prefix, tokens, loops, cache_window, salt)
+
+    async def adrop_prefix(self, entry: Entry) -> None:
+        """Keep a registered prefix no longer, between two turns of the dispatcher."""
+        async with self._turn_lock:
+            if entry in self.pool.registered:
+                self.pool.unregister(entry)
 
     def prefix_pool_stats(self) -> dict[str, int]:
         """`{"entries", "total_cached_tokens"}`."""
@@ -441,6 +468,15 @@ class Scheduler:
             "draining": self.draining,
             "healthy": self.healthy,
         }
+
+    def requests(self) -> list[ScheduledRequest]:
+        """Everybody who runs or waits."""
+        return self.dispatcher.everybody()
+
+    @property
+    def pages(self) -> KVUsage | None:
+        """Of the KV budget; None for an engine that keeps its KV to itself."""
+        return self.engine.usage() if self._steps else None
 
     def metrics_text(self, extra_lines: str | Iterable[str] | None = None) -> str:
         """Prometheus exposition text; `extra_lines` come first."""

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 T = TypeVar("T")
-KEEPALIVE = b": keep-alive\n\n"
+KEEPALIVE = ": keep-alive\n\n"
 _LINE_BREAKS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}  # some clients split lines at these too
 
 
@@ -85,7 +85,8 @@ class EventStream(Response):
     """Sends `events` (made by `event`) as they come.
 
     `headers` are asked for when the first byte goes out. `on_error` turns an error after that into the API's last
-    events. `on_close` runs once at the end, however it came; it is where generation is cancelled.
+    events. A reader who takes nothing for `write_timeout_s` has left. `on_close` runs once at the end, however it came;
+    it is where generation is cancelled. `keepalive` is what a stream says that has been silent for `keepalive_s`.
     """
 
     media_type = "text/event-stream"
@@ -98,9 +99,12 @@ class EventStream(Response):
         on_close: Callable[[], Awaitable[None]],
         headers: Callable[[], Mapping[str, str]] = dict,
         keepalive_s: float = 5.0,
+        write_timeout_s: float = 60.0,
+        keepalive: Callable[[], str] = lambda: KEEPALIVE,
     ) -> None:
         self.events, self.on_error, self.on_close = events, on_error, on_close
-        self.late_headers, self.keepalive_s = headers, keepalive_s
+        self.late_headers, self.keepalive_s, self.write_timeout_s = headers, keepalive_s, write_timeout_s
+        self.keepalive = keepalive
         self.status_code, self.background = 200, None
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
         self._started = False
@@ -124,7 +128,7 @@ class EventStream(Response):
             async for text in self.events:
                 await self._send(send, text.encode())
         except Exception as error:
-            if not self._started:
+            if not self._started or isinstance(error, ClientGone):
                 raise
             await self._send(send, self.on_error(error).encode())
         await self._send(send, b"", more=False)
@@ -136,14 +140,18 @@ class EventStream(Response):
             silent = loop.time() - self._last_sent
             await asyncio.sleep(self.keepalive_s - silent)
             if loop.time() - self._last_sent >= self.keepalive_s:
-                await self._send(send, KEEPALIVE)
+                await self._send(send, self.keepalive().encode())
 
     async def _send(self, send: Send, body: bytes, *, more: bool = True) -> None:
         async with self._turn:
-            if not self._started:
-                self._started = True
-                await send(self._start())
-            await send({"type": "http.response.body", "body": body, "more_body": more})
+            try:
+                async with asyncio.timeout(self.write_timeout_s):
+                    if not self._started:
+                        self._started = True
+                        await send(self._start())
+                    await send({"type": "http.response.body", "body": body, "more_body": more})
+            except TimeoutError:
+                raise ClientGone from None
             self._last_sent = asyncio.get_running_loop().time()
 
     def _start(self) -> Message:

@@ -18,7 +18,8 @@ class GenerationRequest:
     `min_loops` allows the scheduler to grant fewer loops under pressure; `prefill_loops` None is `loops`;
     `exit_threshold` only with mode "adaptive"; `cache_window` is how many recent tokens a token attends to, 0 for all.
     `prompt_logprobs` n asks for log-probabilities of the prompt's own tokens (None: none). `tenant` says on whose
-    behalf this is: inside a priority, tenants get equal shares of the work.
+    behalf this is: inside a priority, tenants get equal shares of the work. `token_ms` is the longest time between two
+    tokens that the caller accepts.
     Raises RequestError naming the field for values that no model could accept.
     """
 
@@ -35,6 +36,7 @@ class GenerationRequest:
     request_id: str | None = field(default=None, kw_only=True)
     prompt_logprobs: int | None = field(default=None, kw_only=True)
     tenant: str = field(default="", kw_only=True)
+    token_ms: float | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
@@ -76,7 +78,14 @@ class GenerationResult:
     stop_reason: str | int | None = None
     logprobs: tuple[Logprobs, ...] = ()
     prompt_logprobs: tuple[Logprobs, ...] = ()  # of prompt tokens 1, 2, ...
+    token_loops: tuple[int, ...] = ()  # what was run for each answer token, where the engine tells
     timings: Timings = Timings()
+
+    @property
+    def token_s(self) -> float | None:
+        """Mean seconds between two tokens; None for fewer than two."""
+        first, pauses = self.timings.first_token_s, len(self.token_ids) - 1
+        return None if first is None or pauses < 1 else (self.timings.total_s - first) / pauses
 
     @property
     def degraded(self) -> bool:
@@ -86,13 +95,17 @@ class GenerationResult:
 
 @dataclass(frozen=True)
 class GenerationChunk:
-    """One token as it is produced; unpacks as (token_id, text). `text` may be empty while characters are held back."""
+    """One token as it is produced; unpacks as (token_id, text). `text` may be empty while characters are held back.
+
+    `prompt_logprobs` of prompt tokens 1, 2, ... come with the first, where they were asked for.
+    """
 
     token_id: int
     text: str
     logprobs: Logprobs | None = None
     finish_reason: FinishReason | None = None
     loops: int | None = None
+    prompt_logprobs: tuple[Logprobs, ...] = ()
 
     def __iter__(self) -> Iterator[int | str]:
         return iter((self.token_id, self.text))

@@ -221,7 +221,7 @@ class SteppingEngine:
             lease.segments.append(Segment(lease, segment.end, 1, lease.plan.loops, state="hidden"))
         return [TokenEvent(lease, lease.tokens[-1], "x", segment.loop, finish_reason=lease.finish_reason)]
 
-    def register_prefix(self, pool: object, tokens: list[int], loops: int, cache_window: int) -> int:
+    def register_prefix(self, pool: object, tokens: list[int], loops: int, cache_window: int, salt: str) -> int:
         assert not self.stepping, "registering during a step"
         return pool.register_tokens(tokens, loops, cache_window)
 

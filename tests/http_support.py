@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,15 @@ INFO = ModelInfo(
 class ScriptedEngine:
     """Says `script`, one token per byte, as far as the request allows. `gate` holds it back while it is cleared."""
 
-    def __init__(self, script: str = "Hello world", *, delay_s: float = 0.0, fail_after: int | None = None) -> None:
-        self.info = INFO
+    def __init__(
+        self,
+        script: str = "Hello world",
+        *,
+        delay_s: float = 0.0,
+        fail_after: int | None = None,
+        max_context: int = 400,
+    ) -> None:
+        self.info = replace(INFO, max_context=max_context)
         self.tokenizer = Tokenizer(
             byte_tokenizer(),
             special_tokens={"bos_token": SPECIAL[0], "eos_token": SPECIAL[2]},
@@ -76,30 +84,36 @@ class ScriptedEngine:
             text = self.tokenizer.decode(ids[: at + 1])
             text = shown if text.endswith("\ufffd") else text
             last = "stop" if at + 1 == len(ids) else "length" if at + 1 == req.max_new_tokens else None
-            yield GenerationChunk(token, text[len(shown) :], self._logprobs(req, token), last, req.loops)
+            scores = self._scores(req) if at == 0 else ()
+            yield GenerationChunk(token, text[len(shown) :], self._logprobs(req, token), last, req.loops, scores)
             shown = text
 
     async def generate(self, req: GenerationRequest) -> GenerationResult:
         chunks = [chunk async for chunk in self.generate_stream(req)]
-        prompt = [req.prompt] if isinstance(req.prompt, str) else req.prompt
         return GenerationResult(
             token_ids=tuple(chunk.token_id for chunk in chunks),
             text="".join(chunk.text for chunk in chunks),
             finish_reason=(chunks[-1].finish_reason or "stop") if chunks else "length",
-            prompt_tokens=len(prompt),
+            prompt_tokens=len(req.prompt),
             loops_requested=req.loops or INFO.default_loops,
             loops_granted=req.loops or INFO.default_loops,
             logprobs=tuple(chunk.logprobs for chunk in chunks if chunk.logprobs),
-            prompt_logprobs=() if req.prompt_logprobs is None else tuple(map(self._scored(req), prompt[1:])),
+            prompt_logprobs=self._scores(req),
         )
 
-    def _scored(self, req: GenerationRequest) -> Any:
-        return lambda token: Logprobs(-float("inf"), ((token, -0.5), (1, -float("inf")))[: req.prompt_logprobs])
+    def _scores(self, req: GenerationRequest) -> tuple[Logprobs, ...]:
+        if req.prompt_logprobs is None:
+            return ()
+        top = ((1, -float("inf")),)
+        return tuple(
+            Logprobs(-float("inf"), ((int(token), -0.5), *top)[: req.prompt_logprobs]) for token in req.prompt[1:]
+        )
 
     def _logprobs(self, req: GenerationRequest, token: int) -> Logprobs | None:
         if req.sampling.logprobs is None:
             return None
-        return Logprobs(-0.25, ((token, -0.25), (1, -float("inf")))[: req.sampling.logprobs])
+        wanted = tuple((one, -1.0 - at) for at, one in enumerate(req.sampling.logprob_tokens))
+        return Logprobs(-0.25, ((token, -0.25), (1, -float("inf")))[: req.sampling.logprobs], wanted)
 
 
 @asynccontextmanager
@@ -181,3 +195,14 @@ def events(text: str) -> list[Any]:
     """The data of an event stream; [DONE] stays a string."""
     data = [line.removeprefix("data: ") for line in text.split("\n") if line.startswith("data: ")]
     return [item if item == "[DONE]" else json.loads(item) for item in data]
+
+
+def named(text: str) -> list[tuple[str, dict[str, Any]]]:
+    """Name and data of each event; both must agree."""
+    found = []
+    for block in text.strip().split("\n\n"):
+        if block.startswith("event: "):
+            head, data = block.split("\n")
+            found.append((head.removeprefix("event: "), json.loads(data.removeprefix("data: "))))
+    assert all(name == data["type"] for name, data in found)
+    return found

@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ import server.cli
 import tinyloop
 from server.cli import cli, main
 from server.scheduler import Engine, Scheduler
-from server.settings import LOOPBACK
+from server.security import LOOPBACK
 from tests.http_support import INFO, ScriptedEngine
 from tests.tiny_models import tiny_model
 from tinyloop import __version__
@@ -122,6 +123,15 @@ def test_serve_listens_on_loopback_and_answers_only_to_its_names(served: dict[st
     assert served["settings"].allowed_hosts == ()
 
 
+def test_serve_passes_on_who_may_ask(served: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("b\n")
+    options = f"--api-key a --api-key-file {tmp_path / 'keys'} --allow-host box --cors-origin * --busy-status 429"
+    assert run("serve", *options.split()).exit_code == 0
+    settings = served["settings"]
+    assert (settings.api_keys, settings.cors_origins, settings.busy_status) == (("a", "b"), ("*",), 429)
+    assert settings.allowed_hosts == (*LOOPBACK, "box")
+
+
 def test_serve_passes_its_options_on(served: dict[str, Any]) -> None:
     options = "--dtype float32 --loops 3 --max-queue-depth 5 --slo-ms 250 --kv-memory 1.5GiB --max-running 2 --port 0"
     assert run("serve", "m", *options.split()).exit_code == 0
@@ -136,6 +146,7 @@ def test_serve_passes_its_options_on(served: dict[str, Any]) -> None:
     [
         ("--kv-memory", "lots"),
         ("--dispatch", "random"),
+        ("--busy-status", "500"),
         ("--max-queue-depth", "0"),
         ("--slo-ms", "0"),
         ("--slo-ms", "-1"),

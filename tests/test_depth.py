@@ -194,3 +194,28 @@ async def test_a_growing_wait_lowers_newcomers_step_by_step():
         assert {s.request.downgraded_by for s in streams} <= {"", "pressure", "slo"}
         for stream in (other, *streams):
             await stream.aclose()
+
+
+async def test_the_deepest_that_keeps_the_pace_is_granted_and_a_pace_out_of_reach_is_refused():
+    async with judged_alone() as (_, scheduler):
+        other = await loaded(scheduler)
+        paces = {loops: scheduler.admission.work.token_ms(loops, 0) for loops in range(1, 9)}
+        assert list(paces.values()) == sorted(set(paces.values()))
+        for loops in (1, 3, 8):
+            asked = request(*PROMPT, new=1, loops=8, min_loops=1, token_ms=paces[loops] * 1.001)
+            stream = scheduler.submit_stream(asked)
+            assert stream.request.prepared.plan.loops == loops
+            assert stream.request.downgraded_by == ("" if loops == 8 else "slo")
+            await stream.aclose()
+        with pytest.raises(AdmissionRejected, match="between tokens exceed the SLO"):
+            scheduler.submit_stream(request(*PROMPT, new=1, loops=8, min_loops=2, token_ms=paces[1]))
+        with pytest.raises(AdmissionRejected):
+            scheduler.submit_stream(request(*PROMPT, new=1, loops=3, token_ms=paces[1]))
+        await other.aclose()
+
+
+async def test_an_idle_server_that_has_measured_nothing_refuses_no_pace():
+    async with judged_alone() as (_, scheduler):
+        stream = scheduler.submit_stream(request(1, 2, new=1, loops=8, token_ms=0.001))
+        assert stream.request.prepared.plan.loops == 8
+        await stream.aclose()

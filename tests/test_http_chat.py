@@ -171,8 +171,8 @@ async def test_every_form_of_a_text_message_is_read(messages: list[dict[str, Any
 async def test_a_function_speaks_as_a_tool() -> None:
     async with served() as (client, engine):
         await client.post(URL, json=chat(messages=[{"role": "function", "name": "f", "content": "4"}]))
-    prompt = engine.tokenizer.decode(engine.seen[0].prompt, skip_special=False)
-    assert prompt.startswith("<|im_start|>tool\n4<|im_end|>")
+        await client.post(URL, json=chat(messages=[{"role": "tool", "tool_call_id": "f", "content": "4"}]))
+    assert engine.seen[0].prompt == engine.seen[1].prompt
 
 
 async def test_parts_are_joined_and_the_developer_is_the_system() -> None:

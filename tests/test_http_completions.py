@@ -6,6 +6,7 @@ import pytest
 
 from server.routers.openai_views import TextOffsets
 from tests.http_support import ScriptedEngine, completion, events, served
+from tinyloop.sampling import Logprobs
 
 URL = "/v1/completions"
 
@@ -120,12 +121,49 @@ async def test_a_streamed_echo_comes_before_the_answer() -> None:
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "HiHello world"
 
 
+@pytest.mark.parametrize("max_tokens", [1, 3])
+async def test_a_streamed_echo_is_scored_like_a_whole_one(max_tokens: int) -> None:
+    fields = {"prompt": ["Hip", "é"], "echo": True, "logprobs": 1, "max_tokens": max_tokens}
+    whole = (await post(**fields)).json()["choices"]
+    streamed: dict[int, dict[str, list[Any]]] = {}
+    for chunk in events((await post(**fields, stream=True)).text)[:-1]:
+        choice = chunk["choices"][0]
+        for name, values in (choice["logprobs"] or {}).items():
+            streamed.setdefault(choice["index"], {}).setdefault(name, []).extend(values)
+    assert [streamed[index] for index in (0, 1)] == [choice["logprobs"] for choice in whole]
+
+
+class Uneven(ScriptedEngine):
+    """Each answer is likelier than the one before it."""
+
+    def _logprobs(self, req: Any, token: int) -> Any:
+        return Logprobs(-5.0 + len(self.seen)) if req.sampling.logprobs is not None else None
+
+    async def _tokens(self, req: Any) -> Any:
+        self.script = str(len(self.seen))
+        async for chunk in super()._tokens(req):
+            yield chunk
+
+
+async def test_the_likeliest_of_several_come_first_and_all_are_counted() -> None:
+    body = (await post(Uneven(), prompt=["a", "b"], n=2, best_of=3)).json()
+    assert [choice["text"] for choice in body["choices"]] == ["3", "2", "6", "5"]
+    assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
+    assert all(choice["logprobs"] is None for choice in body["choices"])
+    assert body["usage"]["completion_tokens"] == 6
+    assert body["usage"]["prompt_tokens"] == 2
+
+
+@pytest.mark.parametrize("fields", [{"best_of": 1, "n": 2}, {"best_of": 2, "stream": True}, {"best_of": 0}])
+async def test_a_best_of_that_cannot_be_is_400(fields: dict[str, Any]) -> None:
+    response = await post(**fields)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "best_of")
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"best_of": 2}, "best_of"),
         ({"suffix": "x"}, "suffix"),
-        ({"echo": True, "logprobs": 1, "stream": True}, "stream"),
     ],
 )
 async def test_what_is_not_offered_is_refused_by_name(fields: dict[str, Any], param: str) -> None:

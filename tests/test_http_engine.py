@@ -46,6 +46,32 @@ async def test_echoed_log_probabilities_are_the_models_score(engine: Engine, loo
     assert whole["usage"]["completion_tokens"] == max_tokens
 
 
+@pytest.mark.parametrize("max_tokens", [0, 2])
+async def test_a_streamed_echo_is_scored_like_a_whole_one(engine: Engine, max_tokens: int) -> None:
+    fields = {"echo": True, "logprobs": 2, "max_tokens": max_tokens, "temperature": 0}
+    async with served(engine) as (client, _):
+        whole = (await answer(client, **fields))["choices"][0]
+        chunks = events((await client.post(COMPLETIONS, json=body(**fields, stream=True))).text)[:-1]
+    choices = [chunk["choices"][0] for chunk in chunks]
+    parts = [choice["logprobs"] for choice in choices if choice["logprobs"]]
+    for name, values in whole["logprobs"].items():
+        streamed = [value for part in parts for value in part[name]]
+        if "logprobs" in name and name != "top_logprobs":
+            assert streamed[1:] == pytest.approx(values[1:], abs=1e-5)
+        elif name != "top_logprobs":
+            assert streamed == values
+    assert "".join(choice["text"] for choice in choices) == whole["text"]
+
+
+async def test_the_likeliest_of_several_has_the_highest_mean(engine: Engine) -> None:
+    fields = {"max_tokens": 4, "seed": 3, "logprobs": 0}
+    async with served(engine) as (client, _):
+        every = (await answer(client, **fields, n=4))["choices"]
+        best = (await answer(client, **fields, n=2, best_of=4))["choices"]
+    ranked = sorted(every, key=lambda choice: -sum(choice["logprobs"]["token_logprobs"]))
+    assert [choice["text"] for choice in best] == [choice["text"] for choice in ranked[:2]]
+
+
 async def test_a_seed_gives_the_same_answer_streamed_or_not_alone_or_not(engine: Engine) -> None:
     async with served(engine) as (client, _):
         alone = (await answer(client, seed=42, max_tokens=12))["choices"][0]["text"]
@@ -139,7 +165,7 @@ async def test_a_prefix_serves_another_depth_and_the_answer_says_how() -> None:
 
 
 async def test_salts_and_api_keys_keep_prefixes_apart() -> None:
-    async with served(Engine(tiny_model("ouro")), Settings(drain_timeout_s=1.0, salt_by_key=True)) as (client, _):
+    async with served(Engine(tiny_model("ouro")), Settings(drain_timeout_s=1.0, api_keys=("a", "b"))) as (client, _):
         cached = []
         for key, salt in (("a", None), ("b", None), ("a", "x"), ("a", None), ("a", "x")):
             client.headers["authorization"] = f"Bearer {key}"

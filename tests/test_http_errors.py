@@ -119,9 +119,6 @@ async def test_loops_out_of_bounds_tells_the_bounds() -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("tools", [{"type": "function", "function": {"name": "f"}}]),
-        ("tool_choice", "required"),
-        ("response_format", {"type": "json_object"}),
         ("audio", {"voice": "x"}),
         ("modalities", ["text", "audio"]),
         ("chat_template", "{{ 1 }}"),

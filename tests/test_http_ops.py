@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from server.settings import LOOPBACK, Settings
+from server.security import LOOPBACK
+from server.settings import Settings
 from tests.http_support import INFO, ScriptedEngine, chat, scheduler_of, served
 from tinyloop import __version__
 

@@ -22,7 +22,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.engine import Engine, Prepared
 from server.routers import shared
-from server.settings import LOOPBACK, Settings
+from server.security import LOOPBACK
+from server.settings import Settings
 from server.types import GenerationRequest
 from tests.http_support import ScriptedEngine, events, listening, python_process, until
 from tests.tiny_models import tiny_model

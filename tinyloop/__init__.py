@@ -8,6 +8,7 @@
 Names are imported when first used, so that code which only needs integers (the scheduler) never loads torch.
 """
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
     from tinyloop.trace import Trace
 
 __version__ = "0.1.0"
+
+# Threads of OpenMP spin for a while after each piece of work of torch, on the cores that our own kernels then want; at
+# eight requests at once that costs a quarter of the speed. They read this when torch is first imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 _HOME = {
     "CheckpointError": "errors",

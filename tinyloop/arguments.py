@@ -5,6 +5,7 @@ Messages repeat the value, and stay short whatever it is.
 
 import math
 import reprlib
+from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
 from typing import cast
 
@@ -34,6 +35,24 @@ def _bounds(low: float, high: float) -> str:
     if low == -math.inf:
         return f"at most {high}"
     return f"at least {low}" if high == math.inf else f"between {low} and {high}"
+
+
+def nodes(value: object, most_deep: int, most: int) -> int | None:
+    """How many values a JSON value holds, itself included; None if they are more than `most`, or nested deeper than
+    `most_deep`. Never recurses."""
+    level, count, depth = [value], 0, 0
+    while level:
+        count, depth = count + len(level), depth + 1
+        if count > most or depth > most_deep:
+            return None
+        level = [item for one in level for item in _inside(one)]
+    return count
+
+
+def _inside(value: object) -> Iterable[object]:
+    if isinstance(value, Mapping):
+        return value.values()
+    return value if isinstance(value, list | tuple) else ()
 
 
 def shown(value: object) -> str:

@@ -7,7 +7,6 @@ packed step and the slow oracle run these same layers with different `attend`.
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from tinyloop import kernels
@@ -109,7 +108,7 @@ class GatedAttention(Attention):
     def __call__(self, x: Tensor, at: At, attend: Attend, added: Tensor | None = None) -> Tensor:
         q, k, v = self.heads(x)
         found = attend(q, k, v, at.ropes[self.rope], window=self.window)
-        return self.out(torch.sigmoid(self.gate(x)) * found, added)
+        return self.out(kernels.sigmoid_mul(self.gate(x), found), added)
 
 
 @dataclass(frozen=True)

@@ -93,7 +93,7 @@ class Leases:
         different `salt` share nothing. Raises RequestError for what could never run.
         """
         self.check_request(plan, prompt, max_new_tokens, sampling, prompt_logprobs)
-        ends = () if sampling.ignore_eos else self.tokenizer.eos_ids
+        ends = () if sampling.ignore_eos and sampling.constraint is None else self.tokenizer.eos_ids
         lease = Lease(
             plan=plan,
             tokens=list(prompt),
@@ -337,7 +337,8 @@ def _extend(spans: list[Span], span: Span) -> None:
 
 
 def _check_ids(sampling: SamplingParams, vocab_size: int) -> None:
-    for field, ids in (("logit_bias", sampling.logit_bias), ("stop_token_ids", sampling.stop_token_ids)):
+    for field, ids in (("logit_bias", sampling.logit_bias), ("stop_token_ids", sampling.stop_token_ids),
+                       ("logprob_tokens", sampling.logprob_tokens)):  # fmt: skip
         for token in ids:
             if not 0 <= token < vocab_size:
                 raise RequestError(field, f"{field}: token ids must be between 0 and {vocab_size - 1}, got {token}")

@@ -33,7 +33,7 @@ from tinyloop.tokenizer import Tokenizer
 from tinyloop.trace import Trace, trace
 
 Prompt = str | Sequence[int]
-LEAST_KV_BYTES = 512 * 2**20
+LEAST_KV_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True)
@@ -338,7 +338,7 @@ def machine_memory() -> int:
 
 
 def default_kv_memory(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Bytes: two full contexts at the default depth, at least 512 MiB, at most a quarter of the machine's memory."""
+    """Bytes: two full contexts at the default depth, at least 256 MiB, at most a quarter of the machine's memory."""
     layers = config.layout.rows(config.default_loops) * config.layout.layers_per_page
     context = config.max_context * layers * config.kv_elements * dtype.itemsize
     return min(machine_memory() // 4, max(LEAST_KV_BYTES, 2 * context))

@@ -210,7 +210,9 @@ class Runner(Leases):
         ends = token in lease.sampler.stop_ids
         text = "" if ends else lease.text.push(token)
         stop_reason: str | int | None = token if ends else lease.text.stopped
-        if stop_reason is not None:
+        if lease.sampler.lost:
+            lease.finish_reason, stop_reason = "length", None
+        elif stop_reason is not None or lease.sampler.complete:
             lease.finish_reason = "stop"
         elif lease.answer_tokens == lease.max_new_tokens:
             lease.finish_reason = "length"

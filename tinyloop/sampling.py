@@ -8,12 +8,16 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tinyloop.arguments import number, shown, whole
 from tinyloop.errors import RequestError
+
+if TYPE_CHECKING:
+    from tinyloop.constraint import Constraint
 
 Logits = NDArray[np.float32]
 MAX_LOGPROBS = 128
@@ -28,8 +32,8 @@ class SamplingParams:
 
     temperature 0 (or below 1e-5) is greedy. `top_k` 0 and `min_p` 0 are off. `repetition_penalty` (Keskar et al. 2019)
     looks at prompt and answer, `presence_penalty` and `frequency_penalty` at the answer only. `logprobs` None: none; n:
-    the chosen token's log-probability and the n most likely ones. Log-probabilities are those of the model itself,
-    before temperature, penalties and bias.
+    the chosen token's log-probability and the n most likely ones, and those of `logprob_tokens`. Log-probabilities are
+    those of the model itself, before temperature, penalties, bias and `constraint`, the form that the answer must have.
     """
 
     temperature: float = 1.0
@@ -47,6 +51,8 @@ class SamplingParams:
     min_tokens: int = 0
     ignore_eos: bool = False
     logprobs: int | None = None
+    logprob_tokens: tuple[int, ...] = ()
+    constraint: "Constraint | None" = None
 
     def __post_init__(self) -> None:
         number("temperature", self.temperature, 0, 100)
@@ -76,6 +82,8 @@ class SamplingParams:
             raise RequestError("stop_token_ids", f"stop_token_ids must be token ids, got {shown(self.stop_token_ids)}")
         for token in self.stop_token_ids:
             whole("stop_token_ids", token, 0, 2**31)
+        for token in self.logprob_tokens:
+            whole("logprob_tokens", token, 0, 2**31)
 
     @property
     def greedy(self) -> bool:
@@ -96,10 +104,11 @@ def _stops(stop: str | Sequence[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Logprobs:
-    """Log-probability of the chosen token, and the most likely tokens with theirs, best first."""
+    """Log-probability of the chosen token, the most likely tokens with theirs, best first, and those asked for."""
 
     chosen: float
     top: tuple[tuple[int, float], ...] = ()
+    wanted: tuple[tuple[int, float], ...] = ()
 
 
 class Sampler:
@@ -110,6 +119,7 @@ class Sampler:
         self.stop_ids = tuple(stop_ids)
         self._rng = np.random.Generator(np.random.Philox(None if params.seed is None else params.seed % 2**64))
         self._answer: Counter[int] = Counter()
+        self._form = None if params.constraint is None else params.constraint.start()
         self._seen = set(prompt) if params.repetition_penalty != 1 else set()
 
     def choose(self, logits: Logits) -> tuple[int, Logprobs | None]:
@@ -118,18 +128,32 @@ class Sampler:
         token = int(adjusted.argmax()) if self.params.greedy else self._draw(adjusted)
         if math.isnan(adjusted[token]):
             raise FloatingPointError("the model produced logits that are not numbers")
-        logprobs = None if self.params.logprobs is None else logprobs_of(logits, token, self.params.logprobs)
+        logprobs = None
+        if self.params.logprobs is not None:
+            logprobs = logprobs_of(logits, token, self.params.logprobs, self.params.logprob_tokens)
         self._answer[token] += 1
+        if self._form is not None and token not in self.stop_ids:
+            self._form.advance(token)
         if self.params.repetition_penalty != 1:
             self._seen.add(token)
         return token, logprobs
+
+    @property
+    def complete(self) -> bool:
+        """The answer has the form it must have, and nothing can follow."""
+        return self._form is not None and self._form.complete
+
+    @property
+    def lost(self) -> bool:
+        """The form could not be followed any further, so the answer has to be cut."""
+        return self._form is not None and self._form.lost
 
     def _adjust(self, logits: Logits) -> Logits:
         """Bias, penalties and banned tokens; a copy only where something changes."""
         params, out = self.params, logits
         ban = self.stop_ids if self._answer.total() < params.min_tokens else ()
         penalised = bool(self._answer) and (params.presence_penalty != 0 or params.frequency_penalty != 0)
-        if not (ban or penalised or self._seen or params.logit_bias):
+        if not (ban or penalised or self._seen or params.logit_bias or self._form):
             return out
         out = logits.copy()
         if self._seen:
@@ -142,7 +166,10 @@ class Sampler:
             out[tokens] -= params.presence_penalty + params.frequency_penalty * counts
         for token, bias in params.logit_bias.items():
             out[token] += bias
-        out[list(ban)] = -np.inf
+        if self._form is not None:
+            out[~self._form.allowed(len(out))] = -np.inf
+        if ban and (self._form is None or np.isfinite(np.delete(out, ban)).any()):  # a form that must end, ends
+            out[list(ban)] = -np.inf
         return out
 
     def _draw(self, logits: Logits) -> int:
@@ -175,8 +202,8 @@ def _nucleus_floor(weights: NDArray[np.float64], mass: float) -> float:
     return 0.0
 
 
-def logprobs_of(logits: Logits, token: int, top: int) -> Logprobs:
-    """Log-softmax of one row at `token` and at its `top` largest entries. `logits`: [vocab_size]."""
+def logprobs_of(logits: Logits, token: int, top: int, wanted: Sequence[int] = ()) -> Logprobs:
+    """Log-softmax of one row at `token`, at its `top` largest entries and at `wanted`. `logits`: [vocab_size]."""
     wide = logits.astype(np.float64)
     wide -= wide.max()
     wide -= math.log(np.exp(wide).sum())
@@ -184,4 +211,6 @@ def logprobs_of(logits: Logits, token: int, top: int) -> Logprobs:
     if top:
         largest = np.argpartition(wide, -top)[-top:] if top < len(wide) else np.arange(len(wide))
         best = largest[np.lexsort((largest, -wide[largest]))].tolist()
-    return Logprobs(float(wide[token]), tuple((i, float(wide[i])) for i in best))
+    return Logprobs(
+        float(wide[token]), tuple((i, float(wide[i])) for i in best), tuple((i, float(wide[i])) for i in wanted)
+    )

@@ -118,13 +118,11 @@ class LoopedStack:
     def _record(self, layers: Sequence[int]) -> Program | None:
         nothing = torch.empty(0)
         ropes = tuple(Rope(nothing, nothing) for _ in self._frequencies)
+        heads, kv_heads = self.config.num_heads, self.config.num_kv_heads
 
         def run(h: Tensor, recorder: Recorder) -> Tensor:
             for index in layers:
-                page, layer = self.config.layout.place(index)
-                attend = partial(
-                    recorder.attend, ropes[0], page, layer, self.config.num_heads, self.config.num_kv_heads
-                )
+                attend = partial(recorder.attend, ropes[0], *self.config.layout.place(index), heads, kv_heads)
                 h = self.layers[index](h, At(ropes, nothing), attend)
             return h
 

@@ -1,24 +1,43 @@
 """Probes, metrics and the version: what operators and their machines ask. None of it waits for the engine."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, PlainTextResponse
+from pydantic import BaseModel
 
+from server.openapi import described
 from server.routers.shared import read_json, refusal, scheduler_of, settings_of
 from tinyloop import __version__
 
 if TYPE_CHECKING:
     from server.engine import ModelInfo
 
+
+class Status(BaseModel):
+    """`reason` says why it is not well."""
+
+    status: str
+    reason: str | None = None
+
+
+class Version(BaseModel):
+    version: str
+
+
 router = APIRouter()
+PROBE: dict[str, Any] = {
+    "response_model": Status,
+    "response_model_exclude_none": True,
+    "responses": {503: {"model": Status, "description": "not so"}},
+}
 EXPOSITION = "text/plain; version=0.0.4; charset=utf-8"
 
 
 @router.head("/health", include_in_schema=False)
 @router.head("/v1/health", include_in_schema=False)
-@router.get("/health")
-@router.get("/v1/health")
+@router.get("/health", **PROBE)
+@router.get("/v1/health", **PROBE)
 async def health(request: Request) -> JSONResponse:
     """200 while the process can do work, else 503: restart it."""
     scheduler = scheduler_of(request)
@@ -28,7 +47,7 @@ async def health(request: Request) -> JSONResponse:
 
 
 @router.head("/ready", include_in_schema=False)
-@router.get("/ready")
+@router.get("/ready", **PROBE)
 async def ready(request: Request) -> JSONResponse:
     """200 while new requests are taken, else 503: send them elsewhere."""
     scheduler = scheduler_of(request)
@@ -37,8 +56,8 @@ async def ready(request: Request) -> JSONResponse:
     return JSONResponse({"status": "ready"}) if scheduler.healthy else await health(request)
 
 
-@router.post("/drain", status_code=202)
-async def drain(request: Request) -> dict[str, str]:
+@router.post("/drain", status_code=202, response_model_exclude_none=True, **described(refusals=[408, 413, 415]))
+async def drain(request: Request) -> Status:
     """Begin what SIGTERM begins, and say so at once: the drain cannot wait for the request that asked for it."""
     if not settings_of(request).http_drain:
         raise refusal(403, "drain_not_allowed", "this server was started without --http-drain")
@@ -46,15 +65,16 @@ async def drain(request: Request) -> dict[str, str]:
     scheduler_of(request).begin_drain()
     if (start := getattr(request.app.state, "start_drain", None)) is not None:
         start()
-    return {"status": "draining"}
+    return Status(status="draining")
 
 
 def _unavailable(status: str, reason: str) -> JSONResponse:
     return JSONResponse({"status": status, "reason": reason}, status_code=503)
 
 
-@router.get("/metrics")
+@router.get("/metrics", response_class=PlainTextResponse, **described())
 async def metrics(request: Request) -> PlainTextResponse:
+    """Prometheus text."""
     scheduler = scheduler_of(request)
     return PlainTextResponse(scheduler.metrics_text(extra_lines=_model_lines(scheduler.info)), media_type=EXPOSITION)
 
@@ -67,6 +87,7 @@ def _model_lines(info: "ModelInfo") -> list[str]:
     return head + [f'{name}{{bound="{bound}"}} {value}' for bound, value in loops.items()]
 
 
-@router.get("/version")
-async def version() -> dict[str, str]:
-    return {"version": __version__}
+@router.get("/version", **described())
+async def version() -> Version:
+    """The server's version."""
+    return Version(version=__version__)

@@ -1,49 +1,32 @@
-"""What clients send to the OpenAI endpoints. Knows no scheduler and runs nothing; answers are in openai_answers.
+"""What clients send to the OpenAI endpoints. Knows no scheduler and runs nothing; answers are in openai_answers."""
 
-Requests are read strictly: no number in a string, no unknown field. What this version cannot do is refused by name
-unless it is sent with the value that means "off". Every refusal is a RequestError whose message holds at most a few
-characters of the input.
-"""
-
-import json
-import re
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, NoReturn, TypeVar
+from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    field_validator,
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from server.schemas.common import (
+    MAX_MESSAGES,
+    Bias,
+    Count,
+    Dialled,
+    OrRest,
+    StopText,
+    Strict,
+    Text,
+    Texts,
+    TokenIds,
+    refuse_unknown,
 )
-
+from server.schemas.openai_forms import ResponseFormat, ToolChoice, ToolList, schema_of, tools_of
 from tinyloop.errors import RequestError
 from tinyloop.sampling import MAX_LOGPROBS
-
-Tier = Literal["auto", "default", "flex", "scale", "priority", "fast"]
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-SHOWN = 40  # characters of a client's own text that a message may hold
-
-
-class UnsupportedParameter(RequestError):
-    """A field that the API has and this server does not."""
-
-    code = "unsupported_parameter"
-
-
-class UnknownParameter(RequestError):
-    """A field that the API does not have."""
-
-    code = "unknown_parameter"
-
+from tinyloop.tools import Tools
 
 # Accepted whatever they say: labels, and hints that ask for nothing.
 _IGNORED = frozenset({
-    "metadata", "moderation", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_options",
+    "metadata", "moderation", "prompt_cache_key", "prompt_cache_options",
     "prompt_cache_retention", "safety_identifier", "store", "user", "verbosity",
 })  # fmt: skip
 # Not built yet; the values that ask for nothing pass.
@@ -55,65 +38,41 @@ _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "functions": ([],),
     "modalities": (["text"],),
     "prediction": (),
-    "response_format": ({"type": "text"},),
     "skip_special_tokens": (True,),
     "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "web_search_options": (),
 }
 
 
-def _encodable(text: str) -> str:
-    """JSON can spell half a surrogate pair; no tokenizer can read one."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ValueError("not valid Unicode text") from None
-    return text
-
-
-Text = Annotated[str, AfterValidator(_encodable)]
-# The length first: once a function has been there, pydantic counts "items".
-StopText = Annotated[str, Field(max_length=1024), AfterValidator(_encodable)]
-Salt = Annotated[str, Field(max_length=128), AfterValidator(_encodable)]
-Label = Annotated[str, Field(max_length=128, pattern=r"^[\x20-\x7e]*$")]
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-Count = Annotated[int, Field(ge=0, lt=2**31)]
-OrRest = Annotated[int, Field(ge=-1, lt=2**31)]  # -1: no limit of its own
-Whole = Annotated[int, Field(ge=-(2**31), lt=2**31)]
-MAX_BIASES = 1024
-MAX_MESSAGES = 4096  # far more than any context holds; a template takes its time for each
-
-
-def _few(biases: Any) -> Any:
-    if isinstance(biases, dict) and len(biases) > MAX_BIASES:
-        raise ValueError(f"at most {MAX_BIASES} tokens")
-    return biases
-
-
-# fail_fast: a list of a million wrong elements must not become a million error objects.
-Texts = Annotated[list[Text], Field(fail_fast=True)]
-TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
-Bias = Annotated[dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], float], BeforeValidator(_few)]
-
-
-class _Strict(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
-
-
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     include_usage: bool = False
     include_obfuscation: bool = False  # nothing to do: it pads chunks against eavesdroppers
     continuous_usage_stats: bool = False
 
 
-class TextPart(_Strict):
+class TextPart(Strict):
     type: Literal["text"]
     text: Text
 
 
 _SAME_ROLE = {"developer": "system", "function": "tool"}  # a newer and an older word; templates know the other
+
+
+class CalledFunction(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    name: Text
+    arguments: Text = ""
+
+
+class Called(BaseModel):
+    """A call that the assistant made before."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    id: Text | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
 
 
 class Message(BaseModel):
@@ -123,7 +82,7 @@ class Message(BaseModel):
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Text | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: Annotated[list[Called], Field(fail_fast=True)] | None = None
     tool_call_id: Text | None = None
 
     @field_validator("content", mode="before")
@@ -140,12 +99,16 @@ class Message(BaseModel):
 
     def plain(self) -> dict[str, Any]:
         role = _SAME_ROLE.get(self.role, self.role)
-        extra = {"tool_calls": self.tool_calls, "tool_call_id": self.tool_call_id}
+        calls = [call.model_dump(exclude_none=True) for call in self.tool_calls or ()]
+        extra = {"tool_calls": calls, "tool_call_id": self.tool_call_id}
         return {"role": role, "content": self.text} | {key: value for key, value in extra.items() if value}
 
 
-class Request(_Strict):
-    """What both endpoints take. `priority`: higher goes first."""
+class Request(Dialled):
+    """What both endpoints take."""
+
+    ignored = _IGNORED
+    unsupported = _UNSUPPORTED
 
     model: Text
     n: Annotated[int, Field(ge=1, le=128)] = 1
@@ -166,17 +129,17 @@ class Request(_Strict):
     include_stop_str_in_output: bool | None = None
     min_tokens: Count | None = None
     ignore_eos: bool | None = None
-    loops: Whole | Literal["auto"] | None = None
-    min_loops: Whole | None = None
-    prefill_loops: Whole | None = None
-    exit_threshold: float | None = None
-    cache_window: Count | None = None
-    cache_salt: Salt | None = None
-    priority: Whole | None = None
-    service_tier: Tier | None = None
-    slo_ms: Annotated[float, Field(gt=0)] | None = None
-    reasoning_effort: Effort | None = None
-    request_id: Label | None = None
+    response_format: ResponseFormat | None = None
+
+    @property
+    def schema_asked(self) -> Any:
+        """The JSON schema that an answer has to validate against, unchecked; None for free text."""
+        return schema_of(self.response_format)
+
+    @property
+    def candidates(self) -> int:
+        """How many answers are generated for each prompt."""
+        return self.n
 
     @property
     @abstractmethod
@@ -197,9 +160,15 @@ class Request(_Strict):
             "stop": stop,
             "stop_token_ids": tuple(self.stop_token_ids or ()),
             "include_stop": self.include_stop_str_in_output,
-            "logprobs": self.logprob_count,
+            "logprobs": 0 if self.logprob_count is None and self.candidates > self.n else self.logprob_count,
         }
         return {name: value for name, value in given.items() if value is not None}
+
+    def check(self) -> None:
+        for name in (self.stream_options and self.stream_options.model_extra) or ():
+            refuse_unknown(f"stream_options.{name}")
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("stream_options", "stream_options is only allowed when stream is true")
 
 
 class ChatRequest(Request):
@@ -211,10 +180,26 @@ class ChatRequest(Request):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    tools: ToolList | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+
+    def tools_asked(self) -> Tools | None:
+        """The tools that may be called. Raises RequestError."""
+        return tools_of(self.tools, self.tool_choice, many=self.parallel_tool_calls is not False)
 
     @property
     def logprob_count(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    def check(self) -> None:
+        super().check()
+        if self.top_logprobs and not self.logprobs:
+            raise RequestError("top_logprobs", "top_logprobs is only allowed when logprobs is true")
+        if self.continue_final_message and self.add_generation_prompt:
+            if "add_generation_prompt" in self.model_fields_set:
+                raise RequestError("continue_final_message", "continue_final_message excludes add_generation_prompt")
+            self.add_generation_prompt = False
 
 
 class CompletionRequest(Request):
@@ -223,7 +208,11 @@ class CompletionRequest(Request):
     prompt: Text | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
-    best_of: Whole | None = None
+    best_of: Annotated[int, Field(ge=1, le=128)] | None = None
+
+    @property
+    def candidates(self) -> int:
+        return self.best_of or self.n
 
     @property
     def logprob_count(self) -> int | None:
@@ -239,89 +228,9 @@ class CompletionRequest(Request):
             raise RequestError("prompt", "prompt must not be empty")
         return [prompt] if isinstance(prompt[0], int) else prompt
 
-
-R = TypeVar("R", bound=Request)
-
-
-def parse(kind: type[R], raw: bytes) -> R:
-    """A request from a body. Raises RequestError (also UnsupportedParameter, UnknownParameter) and nothing else."""
-    data = _load(raw)
-    if not isinstance(data, dict):
-        raise RequestError("", "the body must be a JSON object")
-    try:
-        request = kind.model_validate(data)
-    except ValidationError as error:
-        _raise_readable(error)
-    _check_extras(request)
-    _check_pairs(request)
-    return request
-
-
-def _load(raw: bytes) -> Any:
-    def refuse(word: str) -> NoReturn:
-        raise RequestError("", f"the body is not valid JSON: {word} is not a JSON number")
-
-    try:
-        return json.loads(raw.decode(), parse_constant=refuse)
-    except RequestError:
-        raise
-    except json.JSONDecodeError as error:
-        raise RequestError("", f"the body is not valid JSON: {error.msg} at character {error.pos}") from None
-    except (ValueError, RecursionError):  # not UTF-8, a number of thousands of digits, or nested too deep
-        raise RequestError("", "the body is not valid JSON") from None
-
-
-def _raise_readable(error: ValidationError) -> NoReturn:
-    """The first wrong field, with everything it could have been."""
-    details = error.errors(include_url=False, include_input=False, include_context=False)
-    field = str(details[0]["loc"][0]) if details[0]["loc"] else ""
-    same = [detail for detail in details if detail["loc"][:1] == details[0]["loc"][:1]]
-    if same[0]["type"] == "missing" and len(same[0]["loc"]) == 1:
-        raise RequestError(field, f"{field} is required") from None
-    wanted = " or ".join(dict.fromkeys(re.sub(r"^(Input|String|List|Value error,) ", "", d["msg"]) for d in same))
-    raise RequestError(field, f"{_path(same[0]['loc'])}: {wanted}") from None
-
-
-def _path(loc: tuple[int | str, ...]) -> str:
-    """`messages[2].content`; without the names that pydantic gives to the branches of a union."""
-    if not loc:
-        return "the body"
-    path = str(loc[0])
-    for step in loc[1:]:
-        if isinstance(step, int):
-            path += f"[{step}]"
-        elif re.fullmatch(r"[a-z_]+", step) and step not in ("str", "int", "float", "constrained"):
-            path += f".{step[:SHOWN]}"
-    return path
-
-
-def _check_extras(request: Request) -> None:
-    for name, value in (request.model_extra or {}).items():
-        if value is None or name in _IGNORED or value in _UNSUPPORTED.get(name, ()):
-            continue
-        if name in _UNSUPPORTED:
-            raise UnsupportedParameter(name, f"{name} is not supported by this server")
-        _refuse_unknown(name)
-    for name in (request.stream_options and request.stream_options.model_extra) or ():
-        _refuse_unknown(f"stream_options.{name}")
-
-
-def _refuse_unknown(name: str) -> NoReturn:
-    shown = name if len(name) <= SHOWN else name[:SHOWN] + "..."
-    raise UnknownParameter(shown, f"Unknown parameter: {shown!r}")
-
-
-def _check_pairs(request: Request) -> None:
-    """Fields that only make sense together."""
-    if request.stream_options is not None and not request.stream:
-        raise RequestError("stream_options", "stream_options is only allowed when stream is true")
-    if isinstance(request, ChatRequest) and request.top_logprobs and not request.logprobs:
-        raise RequestError("top_logprobs", "top_logprobs is only allowed when logprobs is true")
-    if isinstance(request, ChatRequest) and request.continue_final_message and request.add_generation_prompt:
-        if "add_generation_prompt" in request.model_fields_set:
-            raise RequestError("continue_final_message", "continue_final_message excludes add_generation_prompt")
-        request.add_generation_prompt = False
-    if isinstance(request, CompletionRequest) and request.best_of not in (None, request.n):
-        raise UnsupportedParameter("best_of", "best_of other than n is not supported by this server")
-    if isinstance(request, CompletionRequest) and request.echo and request.stream and request.logprobs is not None:
-        raise UnsupportedParameter("stream", "echo with logprobs cannot be streamed")
+    def check(self) -> None:
+        super().check()
+        if self.best_of is not None and self.best_of < self.n:
+            raise RequestError("best_of", f"best_of must be at least n ({self.n}), got {self.best_of}")
+        if self.stream and self.candidates > self.n:
+            raise RequestError("best_of", "best_of above n cannot be streamed: which are the best is known at the end")

@@ -28,11 +28,15 @@ class LoopReport(BaseModel):
 
     loops_requested: int | None
     loops_granted: int | None
+    loops_used_mean: float | None  # over the answer's tokens
+    loops_histogram: dict[str, int]  # loops -> tokens
     degraded: bool
     cache_hit: str  # "exact", "shallower", "deepened", or "" for none
     queue_ms: float
     ttft_ms: float | None
+    tpot_ms: float | None
     total_ms: float
+    slo_met: bool | None  # None: no limit was set
 
 
 class TokenLogprob(BaseModel):
@@ -65,11 +69,29 @@ class Answer(BaseModel):
     refusal: None = None
 
 
+class FunctionCall(BaseModel):
+    name: str
+    arguments: str
+
+
+class ToolCall(BaseModel):
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class CallingAnswer(Answer):
+    """An answer that calls tools, with whatever was said before."""
+
+    content: str | None  # type: ignore[assignment]
+    tool_calls: list[ToolCall]
+
+
 class ChatChoice(BaseModel):
     index: int
-    message: Answer
+    message: CallingAnswer | Answer
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason
+    finish_reason: FinishReason | Literal["tool_calls"]
     stop_reason: str | int | None = None
 
 
@@ -97,9 +119,59 @@ class Completion(BaseModel):
     object: Literal["text_completion"] = "text_completion"
     created: int
     model: str
+    service_tier: str = "default"
     choices: list[CompletionChoice]
     usage: Usage
     tinyloop: LoopReport
+
+
+class CallDelta(BaseModel):
+    """A call opens with id, type and name; after that only its arguments come."""
+
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: dict[Literal["name", "arguments"], str]
+
+
+class Delta(BaseModel):
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+    tool_calls: list[CallDelta] | None = None
+
+
+class ChatChunkChoice(BaseModel):
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | Literal["tool_calls"] | None
+    stop_reason: str | int | None = None
+
+
+class ChatChunk(BaseModel):
+    """One event of a streamed chat; the last has no choices, if usage was asked for."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    service_tier: str = "default"
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = None
+    tinyloop: LoopReport | None = None
+
+
+class CompletionChunk(BaseModel):
+    """One event of a streamed completion; the last has no choices, if usage was asked for."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    service_tier: str = "default"
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+    tinyloop: LoopReport | None = None
 
 
 class LoopRange(BaseModel):

@@ -4,7 +4,7 @@
 """
 
 from tinyloop.kernels.linear import Int8Linear, Linear
-from tinyloop.kernels.native import attention, heads, program_kernel, rms_norm, rope_write, silu_mul
+from tinyloop.kernels.native import attention, heads, program_kernel, rms_norm, rope_write, sigmoid_mul, silu_mul
 from tinyloop.kernels.reads import Reads
 from tinyloop.kernels.reference import rope
 
@@ -18,5 +18,6 @@ __all__ = [
     "rms_norm",
     "rope",
     "rope_write",
+    "sigmoid_mul",
     "silu_mul",
 ]

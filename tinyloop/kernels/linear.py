@@ -30,7 +30,7 @@ class Linear:
         if isinstance(x, Symbol):
             return self.note(x, added)
         if self.native:
-            y = native.linear(x, self.weight, added)
+            y = native.linear(x, self.weight, self.out_features, added)
             return y if self.bias is None else y + self.bias
         if self.reordered:
             y = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
@@ -40,7 +40,7 @@ class Linear:
 
     def note(self, x: Symbol, added: Tensor | None) -> Tensor:
         """Add this product to a program."""
-        if not self.native or self.bias is not None:
+        if not self.native or self.bias is not None or self.in_features % native.SIDE:
             raise NotRecordable
         facts = self.weight, self.out_features, self.in_features
         return x.recorder.note("linear", self.out_features, (x, added), *facts)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch  # also brings the OpenMP threads that the kernels run on
 from torch import Tensor
+from torch.nn import functional as F
 
 from tinyloop.kernels import reference
 from tinyloop.kernels.program import Symbol, bits
@@ -19,7 +20,7 @@ from tinyloop.kernels.reads import Reads
 
 LEVELS = ("plain", "avx2", "avx512", "bf16", "amx")  # of instruction sets: a processor has one and all before it
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-SIDE = 32  # outputs of a block of weights; `linear` takes sizes that are multiples of this
+SIDE = 32  # outputs of a block of weights, and its inputs in bfloat16
 GROUP = reference.GROUP
 LARGEST_HEAD = 1024
 
@@ -92,6 +93,18 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return out
 
 
+def sigmoid_mul(gate: Tensor, x: Tensor) -> Tensor:
+    """See `reference.sigmoid_mul`."""
+    if isinstance(gate, Symbol):
+        return gate.recorder.note("sigmoid_mul", gate.width, (gate, x), gate.width)
+    kernel = _kernel("sigmoid_mul", gate.dtype)
+    if kernel is None or not _fits(gate, x):
+        return reference.sigmoid_mul(gate, x)
+    out = torch.empty_like(gate)
+    kernel(gate.data_ptr(), x.data_ptr(), out.data_ptr(), *gate.shape, torch.get_num_threads())
+    return out
+
+
 def heads(product: Tensor, num_heads: int, num_kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
     """See `reference.heads`."""
     if isinstance(product, Symbol):
@@ -111,8 +124,8 @@ def rope_write(
     slots = slots.contiguous()  # a row of a table may lie across it
     turned = q.new_empty(rows, heads, head_dim)
     kernel(q.data_ptr(), k.data_ptr(), v.data_ptr(), stride, cos.data_ptr(), sin.data_ptr(), slots.data_ptr(),
-           turned.data_ptr(), keys.data_ptr(), values.data_ptr(), rows, heads, k.shape[1], head_dim,
-           torch.get_num_threads())  # fmt: skip
+           keys.shape[0] * keys.shape[1], turned.data_ptr(), keys.data_ptr(), values.data_ptr(), rows, heads,
+           k.shape[1], head_dim, torch.get_num_threads())  # fmt: skip
     return turned
 
 
@@ -124,8 +137,8 @@ def attention(q: Tensor, keys: Tensor, values: Tensor, reads: Reads, page_row: i
         return reference.attention(q, keys, values, reads, page_row)
     pages, spans = reads.pages[page_row].contiguous(), reads.spans.contiguous()
     out = q.new_empty(rows, heads * head_dim)
-    kernel(q.data_ptr(), keys.data_ptr(), values.data_ptr(), pages.data_ptr(), spans.data_ptr(),
-           out.data_ptr(), reads.spans.shape[0], heads, kv_heads, head_dim, page_size,
+    kernel(q.data_ptr(), keys.data_ptr(), values.data_ptr(), len(keys), pages.data_ptr(), len(pages),
+           spans.data_ptr(), out.data_ptr(), rows, len(spans), heads, kv_heads, head_dim, page_size,
            torch.get_num_threads())  # fmt: skip
     return out
 
@@ -137,22 +150,20 @@ def program_kernel(dtype: torch.dtype) -> Any | None:
 
 def pack(weight: Tensor) -> Tensor | None:
     """Bfloat16 weights [out, in] in the order that `linear` reads; None if it cannot serve them."""
-    serves = _kernel("linear", weight.dtype) if weight.dtype == torch.bfloat16 else None
-    if serves is None or weight.device.type != "cpu" or any(size % SIDE for size in weight.shape):
+    if _kernel("linear", weight.dtype) is None or weight.device.type != "cpu":
         return None
-    return _blocks(weight, SIDE, 2).view(weight.shape)
+    return _blocks(weight, SIDE, 2)
 
 
-def linear(x: Tensor, packed: Tensor, added: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, packed: Tensor, out_features: int, added: Tensor | None = None) -> Tensor:
     """`x @ weight.T + added` for weights that `pack` has packed. `x`: [rows, in]; `added`: [rows, out]."""
-    x = x.contiguous()
-    out_features, in_features = packed.shape
-    y = x.new_empty(x.shape[0], out_features)
-    assert x.shape[1] == in_features
-    assert x.dtype == packed.dtype
     kernel = _kernel("linear", x.dtype)
-    assert kernel is not None
-    kernel(x.data_ptr(), packed.data_ptr(), _address(added), y.data_ptr(), x.shape[0], out_features, in_features,
+    assert kernel is not None, x.dtype
+    x = F.pad(x, (0, -x.shape[1] % SIDE)).contiguous()
+    y = x.new_empty(x.shape[0], out_features)
+    assert packed.numel() == _up(out_features, SIDE) * x.shape[1]
+    assert added is None or _fits(x, added)
+    kernel(x.data_ptr(), packed.data_ptr(), _address(added), y.data_ptr(), x.shape[0], out_features, x.shape[1],
            torch.get_num_threads())  # fmt: skip
     return y
 
@@ -161,10 +172,7 @@ def pack_int8(weight: Tensor, dtype: torch.dtype) -> Tensor | None:
     """Int8 weights [out, in], plus 128, in the order that `linear_int8` reads; None if it has nothing for `dtype`."""
     if _kernel("linear_int8", dtype) is None or weight.device.type != "cpu":
         return None
-    out_features, in_features = weight.shape
-    padded = torch.zeros(-(-out_features // SIDE) * SIDE, -(-in_features // GROUP) * GROUP, dtype=torch.int8)
-    padded[:out_features, :in_features] = weight
-    return _blocks(padded.view(torch.uint8) ^ 128, GROUP, 4)
+    return _blocks(weight, GROUP, 4).view(torch.uint8) ^ 128
 
 
 def linear_int8(x: Tensor, packed: Tensor, scales: Tensor, added: Tensor | None = None) -> Tensor:
@@ -173,7 +181,7 @@ def linear_int8(x: Tensor, packed: Tensor, scales: Tensor, added: Tensor | None 
     assert kernel is not None, x.dtype
     x = x.contiguous()
     y = x.new_empty(x.shape[0], scales.shape[0])
-    assert packed.numel() == -(-scales.shape[0] // SIDE) * SIDE * -(-x.shape[1] // GROUP) * GROUP
+    assert packed.numel() == _up(scales.shape[0], SIDE) * _up(x.shape[1], GROUP)
     assert added is None or _fits(x, added)
     kernel(x.data_ptr(), packed.data_ptr(), scales.data_ptr(), _address(added), y.data_ptr(), *y.shape, x.shape[1],
            torch.get_num_threads())  # fmt: skip
@@ -181,7 +189,12 @@ def linear_int8(x: Tensor, packed: Tensor, scales: Tensor, added: Tensor | None 
 
 
 def _blocks(weight: Tensor, inputs: int, together: int) -> Tensor:
-    """Blocks of 32 outputs and so many inputs, each [2, inputs / together, 16 outputs, together]."""
+    """Blocks of 32 outputs and so many inputs, each [2, inputs / together, 16 outputs, together]; zeros at the ends."""
+    weight = F.pad(weight, (0, -weight.shape[1] % inputs, 0, -weight.shape[0] % SIDE))
     out_features, in_features = weight.shape
     shape = (out_features // SIDE, 2, SIDE // 2, in_features // inputs, inputs // together, together)
     return weight.reshape(shape).permute(0, 3, 1, 4, 2, 5).contiguous()
+
+
+def _up(size: int, to: int) -> int:
+    return -(-size // to) * to

@@ -16,7 +16,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from tinyloop.kernels.reads import Reads
 
-KERNELS = ("norm", "silu_mul", "linear", "linear_int8", "attend")  # as in cpp/program.h
+KERNELS = ("norm", "silu_mul", "linear", "linear_int8", "attend", "sigmoid_mul")  # as in cpp/program.h
 INPUT, OUTPUT, NONE = 0, 1, -1
 
 
@@ -97,7 +97,7 @@ class Program:
         out = torch.empty_like(h)
         kernel(self.steps.data_ptr(), len(self.steps), self.widths.data_ptr(), len(self.widths), h.data_ptr(),
                out.data_ptr(), h.shape[0], cos.data_ptr(), sin.data_ptr(), slots.data_ptr(), pages.data_ptr(),
-               pages.shape[1], spans.data_ptr(), len(spans), keys.data_ptr(), values.data_ptr(),
+               *pages.shape, spans.data_ptr(), len(spans), keys.data_ptr(), values.data_ptr(), keys.shape[1],
                keys[0].numel(), keys.shape[2], torch.get_num_threads())  # fmt: skip
         return out
 

@@ -31,6 +31,11 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def sigmoid_mul(gate: Tensor, x: Tensor) -> Tensor:
+    """`sigmoid(gate) * x`, both [rows, size]."""
+    return torch.sigmoid(gate) * x
+
+
 def heads(product: Tensor, num_heads: int, num_kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values that lie side by side in rows: [rows, heads, head_dim], [rows, kv_heads, head_dim]."""
     parts = product.view(product.shape[0], -1, head_dim)
@@ -53,7 +58,7 @@ def linear_int8(x: Tensor, weight: Tensor, scales: Tensor, added: Tensor | None 
     pad = -x.shape[1] % GROUP
     groups = F.pad(x.float(), (0, pad)).view(x.shape[0], -1, GROUP)
     top = groups.abs().amax(-1, keepdim=True).clamp_min(TINY)
-    whole = (groups * (127 / top)).round()
+    whole = (groups * (torch.tensor(127.0) / top)).round()  # 127 / top would be 127 times the reciprocal
     sides = F.pad(weight.float(), (0, pad)).view(weight.shape[0], -1, GROUP)
     total = x.new_zeros(x.shape[0], weight.shape[0], dtype=torch.float32)
     for group in range(groups.shape[1]):

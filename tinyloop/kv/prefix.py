@@ -73,6 +73,7 @@ class Entry:
     loops: int
     cache_window: int
     last: Node | None = None
+    salt: str = ""
 
 
 class PrefixPool:
@@ -101,6 +102,10 @@ class PrefixPool:
     def stats(self) -> dict[str, int]:
         """Of the registered prefixes: `{"entries", "total_cached_tokens"}`."""
         return {"entries": len(self._entries), "total_cached_tokens": sum(len(e.tokens) for e in self._entries)}
+
+    @property
+    def registered(self) -> tuple[Entry, ...]:
+        return tuple(self._entries)
 
     def held(self) -> list[list[int]]:
         """Every node's pages, for the accounts."""
@@ -138,12 +143,12 @@ class PrefixPool:
         common, _, _, best = max(rated, key=lambda row: row[:3], default=(0, False, 0, None))
         return best, common
 
-    def match_tokens(self, prompt: Sequence[int], loops: int, cache_window: int = 0) -> Entry | None:
+    def match_tokens(self, prompt: Sequence[int], loops: int, cache_window: int = 0, salt: str = "") -> Entry | None:
         """The longest registered prefix at this depth; for engines that keep their KV to themselves."""
         hits = [
             entry
             for entry in self._entries
-            if (entry.loops, entry.cache_window) == (loops, cache_window)
+            if (entry.loops, entry.cache_window, entry.salt) == (loops, cache_window, salt)
             and tuple(prompt[: len(entry.tokens)]) == entry.tokens
         ]
         return max(hits, key=lambda entry: len(entry.tokens), default=None)
@@ -164,14 +169,14 @@ class PrefixPool:
             return 0
         assert self._pool is table.pool, "the pool belongs to another model"
         node = self._publish(tokens, plan, table, salt)
-        self._enter(Entry(tuple(tokens), plan.loops, plan.cache_window, node))
+        self._enter(Entry(tuple(tokens), plan.loops, plan.cache_window, node, salt))
         return len(tokens)
 
-    def register_tokens(self, tokens: Sequence[int], loops: int = 8, cache_window: int = 0) -> int:
+    def register_tokens(self, tokens: Sequence[int], loops: int = 8, cache_window: int = 0, salt: str = "") -> int:
         """Register a prefix whose KV the engine keeps to itself; returns the number of tokens cached."""
         if not self.capacity or not tokens:
             return 0
-        self._enter(Entry(tuple(tokens), loops, cache_window))
+        self._enter(Entry(tuple(tokens), loops, cache_window, salt=salt))
         return len(tokens)
 
     def touch(self, node: Node) -> None:
@@ -198,9 +203,13 @@ class PrefixPool:
         entry = min(self._entries, key=lambda e: len(e.tokens), default=None)
         if entry is None:
             return False
+        self.unregister(entry)
+        return True
+
+    def unregister(self, entry: Entry) -> None:
+        """Unpin one of `registered`; it stays cached while there is room."""
         self._entries.remove(entry)
         self._unpin(entry.last)
-        return True
 
     def clear(self) -> None:
         """Drop everything and give the pages back."""
@@ -358,4 +367,5 @@ def _common(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def _same(one: Entry, other: Entry) -> bool:
-    return (one.tokens, one.loops, one.cache_window) == (other.tokens, other.loops, other.cache_window)
+    return (one.tokens, one.loops, one.cache_window, one.salt) == (
+        other.tokens, other.loops, other.cache_window, other.salt)  # fmt: skip

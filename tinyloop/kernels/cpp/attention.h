@@ -25,6 +25,15 @@ struct Span {
   int64_t row, rows, start, window, first, offset;
 };
 
+// Refuses segments whose rows are not in the batch, or whose pages are not there.
+inline void check_spans(const Span* spans, long segments, long rows, long blocks, long page_size) {
+  for (const Span* s = spans; s < spans + segments; s++) {
+    long last = (s->start + s->rows - 1 - s->first) / page_size;
+    bool there = s->row >= 0 && s->rows > 0 && s->row + s->rows <= rows && s->first >= 0 && s->first <= s->start;
+    if (!there || s->offset < 0 || s->offset + last >= blocks) throw std::out_of_range("a segment beyond its batch");
+  }
+}
+
 template <class T>
 struct Pages {
   const T *keys, *values;

@@ -4,7 +4,7 @@
 // processor lacks is split up by the compiler: slower, never wrong.
 #pragma once
 
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
@@ -12,6 +12,8 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <stdexcept>
+#include <string>
 #include <vector>
 
 namespace tinyloop {
@@ -22,6 +24,13 @@ typedef int32_t ivec __attribute__((vector_size(64)));
 typedef uint32_t uvec __attribute__((vector_size(64)));
 typedef uint16_t hvec __attribute__((vector_size(32)));
 constexpr int W = 16;  // lanes of a vec
+
+// Refuses places that lie outside of the pages: a wrong one must not be written to.
+inline void check_within(const int64_t* places, long count, long end, const char* what) {
+  for (long i = 0; i < count; i++)
+    if (places[i] < 0 || places[i] >= end)
+      throw std::out_of_range(std::string(what) + " " + std::to_string(places[i]) + " of " + std::to_string(end));
+}
 
 inline vec splat(float x) { return vec{} + x; }
 

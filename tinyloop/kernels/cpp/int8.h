@@ -16,8 +16,6 @@ namespace tinyloop {
 constexpr int GROUP = 64;
 constexpr int TILE_BYTES = 16 * GROUP;  // of 16 outputs of a block
 
-inline long rounded(long n, long to) { return (n + to - 1) / to * to; }
-
 // Rows in 8 bits: `x` [rows, groups * 64], what a step is worth and what storing weights plus 128 adds, [rows, groups].
 struct Narrow {
   long groups;
@@ -58,6 +56,7 @@ struct Narrow {
   static int32_t narrow(vec v, int8_t* to, int count) {
     typedef int8_t bytes __attribute__((vector_size(16)));
     const vec magic = splat(12582912.0f);  // adding 1.5 * 2^23 rounds
+    asm("" : "+m"(v));                     // the product that v is must not become one with the sum
     ivec whole = __builtin_convertvector((v + magic) - magic, ivec);
     bytes small = __builtin_convertvector(whole, bytes);
     std::memcpy(to, &small, count);
@@ -159,6 +158,37 @@ inline ivec dot_four(ivec total, const uint8_t* w, const int8_t* x) {
 }
 #endif
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// The sums of a group for M rows and 32 outputs. Bytes 0 and 2, then 1 and 3, of each output meet those of the row.
+template <int M, class T>
+inline void group_sums(const NarrowProduct<T>& p, const uint8_t* w, long row, long group, ivec (*sums)[2]) {
+  __m256i parts[M][4] = {};
+  for (int four = 0; four < 16; four++)
+#pragma GCC unroll 4
+    for (int part = 0; part < 4; part++) {
+      const uint8_t* at = w + part / 2 * TILE_BYTES + four * 64 + part % 2 * 32;
+      __m256i bytes = _mm256_loadu_si256((const __m256i*)at);
+      __m256i even = _mm256_and_si256(bytes, _mm256_set1_epi16(255)), odd = _mm256_srli_epi16(bytes, 8);
+#pragma GCC unroll 2
+      for (int m = 0; m < M; m++) {
+        const int8_t* x = p.x(row + m, group) + 4 * four;
+        auto two = [](int low, int high) { return _mm256_set1_epi32((low & 0xffff) | (int)((uint32_t)high << 16)); };
+        parts[m][part] = _mm256_add_epi32(parts[m][part], _mm256_madd_epi16(even, two(x[0], x[2])));
+        parts[m][part] = _mm256_add_epi32(parts[m][part], _mm256_madd_epi16(odd, two(x[1], x[3])));
+      }
+    }
+  std::memcpy(sums, parts, sizeof parts);
+}
+#else
+template <int M, class T>
+inline void group_sums(const NarrowProduct<T>& p, const uint8_t* w, long row, long group, ivec (*sums)[2]) {
+  for (int four = 0; four < 16; four++)
+    for (int m = 0; m < M; m++)
+      for (int half = 0; half < 2; half++)
+        sums[m][half] = dot_four(sums[m][half], w + half * TILE_BYTES + four * 64, p.x(row + m, group) + 4 * four);
+}
+#endif
+
 template <int M, class T>
 inline void dots(const NarrowProduct<T>& p, const uint8_t* w, long row, long column) {
   vec totals[M][2] = {};
@@ -166,10 +196,7 @@ inline void dots(const NarrowProduct<T>& p, const uint8_t* w, long row, long col
   for (long g = 0; g < p.left.groups; g++, w += 2 * TILE_BYTES) {
     if (row == 0) ahead.step();
     ivec sums[M][2] = {};
-    for (int four = 0; four < 16; four++)
-      for (int m = 0; m < M; m++)
-        for (int half = 0; half < 2; half++)
-          sums[m][half] = dot_four(sums[m][half], w + half * TILE_BYTES + four * 64, p.x(row + m, g) + 4 * four);
+    group_sums<M>(p, w, row, g, sums);
     for (int m = 0; m < M; m++)
       for (int half = 0; half < 2; half++) totals[m][half] = p.add_group(totals[m][half], sums[m][half], row + m, g);
   }

@@ -2,7 +2,8 @@
 //
 // Weights are packed once, [out / 32][in / 32] blocks of [2][16 pairs of inputs][16 outputs][2], so each thread reads a
 // straight line, and one layout serves the matrix unit (AMX), the bf16 dot product of AVX-512 and plain vectors. A row's
-// sums run over its inputs in order, whatever other rows there are. `in` and `out` must be multiples of 32.
+// sums run over its inputs in order, whatever other rows there are. `in` must be a multiple of 32; outputs are packed with
+// zeros up to one.
 #pragma once
 
 #include "common.h"
@@ -13,6 +14,8 @@ namespace tinyloop {
 
 constexpr int SIDE = 32;         // inputs and outputs of a block
 constexpr int HALF = 16 * SIDE;  // elements of 16 outputs of a block: one tile of the matrix unit
+
+inline long rounded(long n, long to) { return (n + to - 1) / to * to; }
 
 // Asks for the weights of the next 32 outputs while those of this one are read, 2 KB at a time and from four places at
 // once: the processor's own prefetcher follows lines within a page, so one place alone leaves memory half idle.
@@ -36,8 +39,10 @@ struct Product {
   long rows, out, in;
 
   void write(long row, long column, vec v) const {
+    int count = (int)std::min<long>(W, out - column);
+    if (count <= 0) return;
     long at = row * out + column;
-    store(y + at, added ? v + load(added + at) : v);
+    store(y + at, added ? v + load(added + at, count) : v, count);
   }
 };
 
@@ -122,6 +127,38 @@ inline vec dot_pair(vec total, const bf16* w, const bf16* x) {
 }
 #endif
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// In halves of a vec: the compiler keeps a whole one in memory, as there is no register for it.
+template <int M>
+inline void dots(const Product& p, const bf16* w, long row, long column) {
+  __m256 sums[M][4];
+  for (int m = 0; m < M; m++)
+    for (int part = 0; part < 4; part++) sums[m][part] = _mm256_setzero_ps();
+  Ahead ahead(w, p.in * SIDE * sizeof(bf16));
+  for (long i = 0; i < p.in; i += SIDE, w += 2 * HALF) {
+    if (row == 0) ahead.step();
+    for (int pair = 0; pair < 16; pair++)
+#pragma GCC unroll 4
+      for (int part = 0; part < 4; part++) {
+        __m256i two = _mm256_loadu_si256((const __m256i*)(w + part / 2 * HALF + pair * 32 + part % 2 * 16));
+        __m256 first = _mm256_castsi256_ps(_mm256_slli_epi32(two, 16));
+        __m256 second = _mm256_castsi256_ps(_mm256_and_si256(two, _mm256_set1_epi32((int)0xffff0000)));
+#pragma GCC unroll 2
+        for (int m = 0; m < M; m++) {
+          const bf16* x = p.x + (row + m) * p.in + i + 2 * pair;
+          sums[m][part] = _mm256_fmadd_ps(first, _mm256_set1_ps(value(x[0])), sums[m][part]);
+          sums[m][part] = _mm256_fmadd_ps(second, _mm256_set1_ps(value(x[1])), sums[m][part]);
+        }
+      }
+  }
+  for (int m = 0; m < M; m++) {
+    vec both[2];
+    std::memcpy(both, sums[m], sizeof both);
+    p.write(row + m, column, both[0]);
+    p.write(row + m, column + 16, both[1]);
+  }
+}
+#else
 template <int M>
 inline void dots(const Product& p, const bf16* w, long row, long column) {
   vec sums[M][2] = {};
@@ -140,20 +177,22 @@ inline void dots(const Product& p, const bf16* w, long row, long column) {
     p.write(row + m, column + 16, sums[m][1]);
   }
 }
+#endif
 
 inline void columns(const Product& p, long block) {
   const bf16* w = p.packed + block * p.in * SIDE;
   long row = 0, column = block * SIDE;
   for (; row + MANY <= p.rows; row += MANY) dots<MANY>(p, w, row, column);
-  for (; row + 4 <= p.rows; row += 4) dots<4>(p, w, row, column);
-  if (row + 2 <= p.rows) dots<2>(p, w, row, column), row += 2;
+  if constexpr (MANY > 4)
+    for (; row + 4 <= p.rows; row += 4) dots<4>(p, w, row, column);
+  for (; row + 2 <= p.rows; row += 2) dots<2>(p, w, row, column);
   if (row < p.rows) dots<1>(p, w, row, column);
 }
 
 #endif
 
 inline void linear(const Product& p, int threads) {
-  parallel(threads, p.out / SIDE, [&](long block) {
+  parallel(threads, rounded(p.out, SIDE) / SIDE, [&](long block) {
     columns(p, block);
 #if defined(__AMX_BF16__)
     _tile_release();

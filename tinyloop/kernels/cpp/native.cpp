@@ -40,9 +40,14 @@ struct Call {
   std::tuple<A...> values;
 
   explicit Call(Arguments& from) : values{(A)from...} {}
-  void run(void (*kernel)(A...)) {
-    Py_BEGIN_ALLOW_THREADS std::apply(kernel, values);
-    Py_END_ALLOW_THREADS
+  // False if it failed; Python then has the error.
+  bool run(void (*kernel)(A...)) {
+    std::string error;
+    Py_BEGIN_ALLOW_THREADS try { std::apply(kernel, values); } catch (const std::exception& e) {
+      error = e.what();
+    }
+    Py_END_ALLOW_THREADS if (!error.empty()) PyErr_SetString(PyExc_IndexError, error.c_str());
+    return error.empty();
   }
 };
 
@@ -52,19 +57,30 @@ PyObject* call(void (*kernel)(A...), PyObject* const* args, Py_ssize_t count) {
   Arguments from{args};
   Call<A...> ready(from);
   if (PyErr_Occurred()) return nullptr;
-  ready.run(kernel);
+  if (!ready.run(kernel)) return nullptr;
   Py_RETURN_NONE;
 }
 
 template <class T>
-void paged_attention(const T* q, const T* keys, const T* values, const int64_t* pages, const Span* spans, T* out,
-                     long segments, long heads, long kv_heads, long head_dim, long page_size, int threads) {
+void paged_attention(const T* q, const T* keys, const T* values, long num_pages, const int64_t* pages, long blocks,
+                     const Span* spans, T* out, long rows, long segments, long heads, long kv_heads, long head_dim,
+                     long page_size, int threads) {
+  check_within(pages, blocks, num_pages, "page");
+  check_spans(spans, segments, rows, blocks, page_size);
   attention(q, Pages<T>{keys, values, pages, page_size, kv_heads, head_dim}, spans, segments, out, heads, threads);
 }
 
 void linear_bf16(const bf16* x, const bf16* packed, const bf16* added, bf16* y, long rows, long out, long in,
               int threads) {
   linear(Product{x, packed, added, y, rows, out, in}, threads);
+}
+
+template <class T>
+void rope_into_pages(const T* q, const T* k, const T* v, long stride, const float* cos, const float* sin,
+                     const int64_t* slots, long end, T* turned, T* keys, T* values, long rows, int heads, int kv_heads,
+                     int head_dim, int threads) {
+  check_within(slots, rows, end, "slot");
+  rope_write(q, k, v, stride, cos, sin, slots, turned, keys, values, rows, heads, kv_heads, head_dim, threads);
 }
 
 #define KERNEL(name, function)                                                      \
@@ -75,8 +91,10 @@ KERNEL(rms_norm_float32, tinyloop::rms_norm<float>)
 KERNEL(rms_norm_bfloat16, tinyloop::rms_norm<bf16>)
 KERNEL(silu_mul_float32, tinyloop::silu_mul<float>)
 KERNEL(silu_mul_bfloat16, tinyloop::silu_mul<bf16>)
-KERNEL(rope_write_float32, tinyloop::rope_write<float>)
-KERNEL(rope_write_bfloat16, tinyloop::rope_write<bf16>)
+KERNEL(sigmoid_mul_float32, tinyloop::sigmoid_mul<float>)
+KERNEL(sigmoid_mul_bfloat16, tinyloop::sigmoid_mul<bf16>)
+KERNEL(rope_write_float32, rope_into_pages<float>)
+KERNEL(rope_write_bfloat16, rope_into_pages<bf16>)
 KERNEL(attention_float32, paged_attention<float>)
 KERNEL(attention_bfloat16, paged_attention<bf16>)
 KERNEL(run_program_float32, tinyloop::run_program<float>)
@@ -92,6 +110,8 @@ PyMethodDef methods[] = {
     METHOD(rms_norm_bfloat16),
     METHOD(silu_mul_float32),
     METHOD(silu_mul_bfloat16),
+    METHOD(sigmoid_mul_float32),
+    METHOD(sigmoid_mul_bfloat16),
     METHOD(rope_write_float32),
     METHOD(rope_write_bfloat16),
     METHOD(attention_float32),

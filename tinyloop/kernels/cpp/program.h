@@ -12,7 +12,7 @@
 
 namespace tinyloop {
 
-enum Kernel : int64_t { NORM, SILU_MUL, LINEAR, LINEAR_INT8, ATTEND };
+enum Kernel : int64_t { NORM, SILU_MUL, LINEAR, LINEAR_INT8, ATTEND, SIGMOID_MUL };
 
 struct Step {
   int64_t kernel, out, in, added, a, b, c, d, e, f;
@@ -88,13 +88,19 @@ void run_step(const Step& s, const Rows<T>& rows, const Buffers<T>& buffers) {
                          rows.threads);
     case ATTEND:
       return attend(s, rows, buffers);
+    case SIGMOID_MUL:  // of what comes in, times what stands where others add; a: size
+      return sigmoid_mul(in, (const T*)added, out, rows.count, (int)s.a, rows.threads);
   }
 }
 
 template <class T>
 void run_program(const Step* steps, long count, const int64_t* widths, long buffers, T* in, T* out, long rows,
-                 const float* cos, const float* sin, const int64_t* slots, const int64_t* pages, long blocks,
-                 const Span* spans, long segments, T* keys, T* values, long layer, long page_size, int threads) {
+                 const float* cos, const float* sin, const int64_t* slots, const int64_t* pages, long planes, long blocks,
+                 const Span* spans, long segments, T* keys, T* values, long num_pages, long layer, long page_size,
+                 int threads) {
+  check_within(slots, planes * rows, num_pages * page_size, "slot");
+  check_within(pages, planes * blocks, num_pages, "page");
+  check_spans(spans, segments, rows, blocks, page_size);
   Rows<T> all{rows, cos, sin, slots, pages, blocks, spans, segments, keys, values, layer, page_size, threads};
   Buffers<T> memory(widths, buffers, rows, in, out);
   for (const Step* s = steps; s < steps + count; s++) run_step(*s, all, memory);

@@ -46,6 +46,17 @@ void silu_mul(const T* gate_up, T* out, long rows, int n, int threads) {
   });
 }
 
+// out = sigmoid(gate) * x of rows n wide
+template <class T>
+void sigmoid_mul(const T* gate, const T* x, T* out, long rows, int n, int threads) {
+  parallel_rows(threads, rows, 4L * n, [=](long first, long last) {
+    strips((int)((last - first) * n), [&](int i, int w) {
+      long at = first * n + i;
+      store(out + at, load(x + at, w) / (1.0f + exponential(-load(gate + at, w))), w);
+    });
+  });
+}
+
 // First half of a head against the second half.
 template <class T>
 void rotate(const T* x, const float* cos, const float* sin, T* out, int half) {
