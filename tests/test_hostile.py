@@ -252,6 +252,16 @@ def test_a_tokenizer_that_is_none_is_named(directory: Path, content: bytes) -> N
     assert "token" in refusal(directory)
 
 
+@pytest.mark.parametrize("length", [40, 4000])
+def test_a_tokenizer_that_gives_up_on_a_text_refuses_it(directory: Path, length: int) -> None:
+    (directory / "tokenizer.json").write_text(changed(pre_tokenizer=split("(a+)+$")))
+    found = Tokenizer.from_file(directory)
+    assert found.decode(found.encode("ab")) == "ab"
+    for special in (True, False):
+        with pytest.raises(RequestError, match="cannot read this text"):
+            found.encode("a" * length + "!", special=special)
+
+
 @pytest.mark.parametrize("value", [[], 3, {"a": 1}, [{}], [{"name": "default", "template": 5}], "x" * 10**6])
 def test_settings_of_any_kind_give_a_model_or_an_error(directory: Path, value: object) -> None:
     keys = ("chat_template", "eos_token", "bos_token", "add_bos_token", "model_max_length", "added_tokens_decoder")
@@ -338,6 +348,13 @@ def test_a_template_may_take_its_time_within_bounds() -> None:
         answer("{{ [1, [2, 3]] }}{{ 'a-b' | replace('-', '+') }}{{ ['x', 'y'] | join(', ') }}") == "[1, [2, 3]]a+bx, y"
     )
     assert answer("{% for i in range(9) if i % 2 %}{{ i ~ ';' ~ loop.last }} {% endfor %}").split()[-1] == "7;True"
+
+
+def test_a_long_conversation_is_no_endless_template() -> None:
+    counted = "{% for m in messages[::-1] %}{% set i = (messages | length - 1) - loop.index0 %}{{ i % 2 }}{% endfor %}"
+    core = Tokenizer(byte_tokenizer(), chat_template=counted)
+    said = [{"role": "user", "content": "x", "parts": [{"type": "text", "text": "x"}]}] * 5000
+    assert len(chat.render(core, said)) == 5000
 
 
 ESCAPES = [

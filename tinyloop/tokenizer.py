@@ -87,6 +87,10 @@ class Tokenizer:
             return core.encode(text, add_special_tokens=False).ids
         except (TypeError, UnicodeEncodeError) as error:
             raise RequestError("prompt", "the text is not valid Unicode: it holds half of a surrogate pair") from error
+        except BaseException as error:
+            if not _is_panic(error):
+                raise
+            raise RequestError("prompt", "the model's tokenizer cannot read this text") from error
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Text of `ids`. Raises RequestError for an id outside of the vocabulary."""
@@ -168,10 +172,15 @@ def _read_core(directory: Path) -> tokenizers.Tokenizer:
     _check_size(path)
     try:
         return tokenizers.Tokenizer.from_str(path.read_text("utf-8"))
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # the library raises bare Exception, or panics, which is no Exception
+    except BaseException as error:  # the library raises bare Exception, or panics
+        if not isinstance(error, Exception) and not _is_panic(error):
+            raise
         raise CheckpointError(f"{path}: is not a tokenizer.json ({str(error)[:_SHOWN]})") from error
+
+
+def _is_panic(error: BaseException) -> bool:
+    """Where the library's own code gives up it raises this, which is no Exception and has no importable name."""
+    return type(error).__name__ == "PanicException"
 
 
 def _check_size(path: Path) -> None:
