@@ -47,13 +47,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Figures:
-    """Memory in bytes. `off` is how far the measured growth lies from the prediction."""
+    """Memory in bytes. `off` is how far the measured growth lies from the prediction, as a share of it."""
 
     model: str
     weights: str
     predicted_weights: int
     predicted: int
-    grown_weights: int
     grown: int
     off: float
     load_s: float
@@ -82,13 +81,11 @@ def measure(name: str, raw: dict[str, Any], weights: str = "auto", kv_memory: in
     run(build("warm", small(raw), tokenizer, int8, 1 << 20))  # what torch and the kernels take once
     before, began = resident(), time.perf_counter()
     model = build(name, raw, tokenizer, int8, kv_memory)
-    loaded_s, with_weights = time.perf_counter() - began, resident()
     model.runner.kv.commit()
-    with_all = resident()
+    loaded_s, grown = time.perf_counter() - began, resident() - before
     prompt_s, token_s = run(model)
-    grown = with_all - before
     return Figures(
-        name, weights, predicted.weight_bytes, predicted.memory, with_weights - before, grown,
+        name, weights, predicted.weight_bytes, predicted.memory, grown,
         grown / predicted.memory - 1, loaded_s, prompt_s, token_s, model.config.default_loops,
     )  # fmt: skip
 

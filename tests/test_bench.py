@@ -1,5 +1,7 @@
 """The parts of bench/ that a figure rests on: the peer in plain torch, and processes that start, answer and end."""
 
+import os
+import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -84,3 +86,19 @@ def test_prompts_never_begin_alike() -> None:
     prompts = Prompts().take(40, 32)
     assert {len(prompt) for prompt in prompts} == {32}
     assert len({tuple(prompt[:2]) for prompt in prompts}) == 40
+
+
+def test_a_model_of_random_weights_takes_the_memory_that_was_predicted() -> None:
+    """In a process of its own, since what this one has freed would be used again."""
+    code = """
+        from full_size import CONFIGS, measure
+        sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 8, "num_key_value_heads": 8}
+        for weights in ("auto", "int8"):
+            figures = measure("small", CONFIGS["Ouro-1.4B"] | sizes, weights, kv_memory=1 << 28)
+            assert figures.predicted > 500 << 20
+            assert abs(figures.off) < 0.05, figures
+    """
+    environment = os.environ | {"PYTHONPATH": str(BENCH), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], env=environment, capture_output=True,
+                          text=True, check=False, timeout=300)  # fmt: skip
+    assert done.returncode == 0, done.stderr

@@ -97,6 +97,15 @@ def test_continued_message_is_left_open_as_in_the_reference(template: str, conte
         "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m.content }}{% endfor %}",
         "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
         "{{ eos_token + (messages | length | string) }}{% set ns = namespace(a=1) %}{% set ns.a = 2 %}{{ ns.a }}",
+        "{% macro show(x) %}{% if x is mapping %}{% for k, v in x.items() %}{{ k ~ '=' ~ show(v) }};{% endfor %}"
+        "{% elif x is sequence and x is not string %}[{% for v in x %}{{ show(v) }}{% endfor %}]"
+        "{% else %}{{ x | string | trim | upper }}{% endif %}{% endmacro %}{{ show(tools) }}",
+        "{% for m in messages[::-1] %}{% set i = (messages | length - 1) - loop.index0 %}"
+        "{% if m.role == 'user' and not m.content.startswith('<') %}{{ i ~ m.content.split('n')[-1] }}{% endif %}"
+        "{% endfor %}",
+        "{% for m in messages if m.content != 'one' %}{{ loop.first ~ loop.last ~ none ~ nothing }}{% endfor %}",
+        "{{ tools | map(attribute='function') | map(attribute='name') | join(', ') }}{{ '%s-%03d' % ('a', 3) }}"
+        "{{ messages | selectattr('content', 'equalto', 'two') | list }}{{ '{:>5}'.format('x') }}{{ 2 <= 3 < 4 }}",
     ],
 )
 def test_template_features_work_as_in_the_reference(template: str) -> None:

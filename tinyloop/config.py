@@ -9,6 +9,7 @@ from typing import Literal
 from tinyloop.arguments import shown
 from tinyloop.errors import CheckpointError
 
+MOST_LAYERS = 4096
 Section = Literal["prelude", "core", "coda"]
 
 
@@ -162,6 +163,8 @@ class ModelConfig:
             raise CheckpointError(
                 f"config: {self.num_heads} attention heads are not a multiple of {self.num_kv_heads} key-value heads"
             )
+        if self.layout.layers > MOST_LAYERS:
+            raise CheckpointError(f"config: at most {MOST_LAYERS} layers, got {shown(self.layout.layers)}")
         if self.layout.core < 1 or self.layout.prelude < 0 or self.layout.coda < 0:
             raise CheckpointError(f"config: the layers do not split into prelude, core and coda: {self.layout}")
 

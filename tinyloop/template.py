@@ -26,7 +26,8 @@ MAX_RENDERED = 1 << 24  # characters; far above any context, so only a runaway t
 MAX_MADE = 1 << 28  # characters and items of all values that are made on the way
 MAX_ITEMS = 1 << 20  # items of a nested value, each counted as often as it stands there
 MAX_BITS = 1 << 12  # of an integer
-MAX_SECONDS = 2.0  # of the thread's own time
+MAX_SECONDS = 5.0  # of the thread's own time
+KEPT = 1000, 64  # of so many values, each of more items than that, it is remembered that they are not too large
 # A width of six digits, or one that is computed, in either kind of format string.
 _WIDE = re.compile(r"%[^%a-zA-Z]*(?:\d{6}|\*)|\{[^{}]*:[^{}]*(?:\d{6}|\{)")
 
@@ -83,7 +84,7 @@ class _Work:
     _now = threading.local()
 
     def __enter__(self) -> None:
-        self._now.end, self._now.made = time.thread_time() + MAX_SECONDS, 0
+        self._now.end, self._now.made, self._now.weighed = time.thread_time() + MAX_SECONDS, 0, {}
 
     def __exit__(self, *_: object) -> None:
         self._now.__dict__.clear()
@@ -100,10 +101,20 @@ class _Work:
         if size > MAX_RENDERED or cls._now.made > MAX_MADE:
             raise TooMuch(f"makes more than {MAX_RENDERED} characters of one value, or {MAX_MADE} of all")
 
+    @classmethod
+    def is_weighed(cls, value: Any) -> bool:
+        return id(value) in cls._now.weighed
+
+    @classmethod
+    def remember(cls, value: Any, items: int) -> None:
+        """The sandbox lets no template change a list or a mapping, so what was weighed stays so."""
+        if items > KEPT[1] and len(cls._now.weighed) < KEPT[0]:
+            cls._now.weighed[id(value)] = value
+
 
 def _weigh(value: Any) -> Any:
     """The value, if it is not so deeply nested that writing or comparing it would take for ever."""
-    if isinstance(value, list | tuple | Mapping):
+    if isinstance(value, list | tuple | Mapping) and not _Work.is_weighed(value):
         left, pending = MAX_ITEMS, [value]
         while pending:
             one = pending.pop()
@@ -112,6 +123,7 @@ def _weigh(value: Any) -> Any:
                 raise TooMuch(f"nests more than {MAX_ITEMS} items in one value")
             parts: Iterable[Any] = one.values() if isinstance(one, Mapping) else one
             pending += [part for part in parts if isinstance(part, list | tuple | Mapping)]
+        _Work.remember(value, MAX_ITEMS - left)
     return value
 
 
@@ -147,7 +159,7 @@ def _grow(operator: str, left: Any, right: Any) -> None:
         _plain_format(left)
 
 
-def _replaced(text: Any, old: Any = None, new: Any = None, *_: Any) -> None:
+def _replaced(text: Any, old: Any = None, new: Any = None, *_: Any, **__: Any) -> None:
     if isinstance(text, str) and isinstance(old, str) and isinstance(new, str):
         _Work.make(len(text) + text.count(old) * len(new))
 

@@ -20,6 +20,8 @@ from tinyloop.errors import CheckpointError, RequestError
 _T = TypeVar("_T")
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 LONG_TEXT = 2_000  # characters; a longer text is encoded as a batch of one, which lets other threads run meanwhile
+MAX_FILE = 1 << 28  # bytes of a tokenizer.json; the largest in use have an eighth of it
+_SHOWN = 200  # characters of the library's own message
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
@@ -85,6 +87,10 @@ class Tokenizer:
             return core.encode(text, add_special_tokens=False).ids
         except (TypeError, UnicodeEncodeError) as error:
             raise RequestError("prompt", "the text is not valid Unicode: it holds half of a surrogate pair") from error
+        except BaseException as error:
+            if not _is_panic(error):
+                raise
+            raise RequestError("prompt", "the model's tokenizer cannot read this text") from error
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Text of `ids`. Raises RequestError for an id outside of the vocabulary."""
@@ -163,10 +169,23 @@ def _read_core(directory: Path) -> tokenizers.Tokenizer:
     if not path.is_file():
         only = "; tokenizer.model alone (SentencePiece) is not supported" if _has_sentencepiece(directory) else ""
         raise CheckpointError(f"{path}: missing{only}")
+    _check_size(path)
     try:
         return tokenizers.Tokenizer.from_str(path.read_text("utf-8"))
-    except Exception as error:  # the library raises bare Exception
-        raise CheckpointError(f"{path}: is not a tokenizer.json ({error})") from error
+    except BaseException as error:  # the library raises bare Exception, or panics
+        if not isinstance(error, Exception) and not _is_panic(error):
+            raise
+        raise CheckpointError(f"{path}: is not a tokenizer.json ({str(error)[:_SHOWN]})") from error
+
+
+def _is_panic(error: BaseException) -> bool:
+    """Where the library's own code gives up it raises this, which is no Exception and has no importable name."""
+    return type(error).__name__ == "PanicException"
+
+
+def _check_size(path: Path) -> None:
+    if path.stat().st_size > MAX_FILE:
+        raise CheckpointError(f"{path}: larger than {MAX_FILE} bytes")
 
 
 def _has_sentencepiece(directory: Path) -> bool:
@@ -175,10 +194,11 @@ def _has_sentencepiece(directory: Path) -> bool:
 
 def _read_optional(path: Path) -> dict[str, Any]:
     """The JSON object in `path`, {} if there is no such file."""
-    try:
-        value = json.loads(path.read_bytes())
-    except FileNotFoundError:
+    if not path.is_file():
         return {}
+    try:
+        _check_size(path)
+        value = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: cannot be read as JSON") from error
     if not isinstance(value, dict):
@@ -206,6 +226,7 @@ def _adds_bos(core: tokenizers.Tokenizer, settings: Mapping[str, Any], bos: str 
 def _template(directory: Path, settings: Mapping[str, Any]) -> str | None:
     path = directory / "chat_template.jinja"
     if path.is_file():
+        _check_size(path)
         return path.read_text("utf-8")
     template = settings.get("chat_template")
     if isinstance(template, list):  # several named ones

@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from tinyloop.arguments import shown
 from tinyloop.checkpoint.source import Checkpoint, read_json
 from tinyloop.errors import CheckpointError
 from tinyloop.tokenizer import Tokenizer
 
 _INDEX = "model.safetensors.index.json"
+_LONGEST = 200  # characters of a file's name
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
@@ -50,12 +52,17 @@ class SafetensorsSource:
         return tuple(self._home[name].get_slice(name).get_shape())
 
     def read(self, name: str) -> torch.Tensor:
-        tensor: torch.Tensor = self._home[name].get_tensor(name)
+        try:
+            tensor: torch.Tensor = self._home[name].get_tensor(name)
+        except (SafetensorError, AttributeError, TypeError, ValueError, RuntimeError) as error:
+            raise CheckpointError(f"tensor {name} cannot be read ({error})") from error
         return tensor
 
 
 def _open(path: Path) -> Any:
     """Map one file. The library checks header size, JSON, offsets and file length before anything is read."""
+    if not path.is_file():
+        raise CheckpointError(f"{path}: is not a file")
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
@@ -84,8 +91,9 @@ def _indexed(directory: Path) -> list[Path]:
 
 def _shard(index: Path, name: str) -> Path:
     """The shard `name` beside its index. An index may come from anyone: it must not point at other files."""
-    if not name.endswith(".safetensors") or Path(name).name != name or "\\" in name:
-        raise CheckpointError(f"{index}: names {name!r}, which is not a safetensors file of the same directory")
+    outside = Path(name).name != name or "\\" in name or "\0" in name or len(name) > _LONGEST
+    if not name.endswith(".safetensors") or outside:
+        raise CheckpointError(f"{index}: names {shown(name)}, which is not a safetensors file of the same directory")
     path = index.parent / name
     if not path.is_file():
         raise CheckpointError(f"{path}: shard is missing")

@@ -13,6 +13,7 @@ import torch
 from tinyloop.errors import CheckpointError
 from tinyloop.tokenizer import Tokenizer
 
+MAX_JSON = 1 << 26  # bytes of a config.json or an index; large ones have a thousandth of it
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 # Buffers that some checkpoints store although every model derives them from its config.
 _DERIVED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", "freqs_cis",
@@ -85,6 +86,10 @@ class Checkpoint:
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file of a checkpoint. Raises CheckpointError naming the file."""
     try:
+        if path.exists() and not path.is_file():
+            raise CheckpointError(f"{path}: is not a file")
+        if path.stat().st_size > MAX_JSON:
+            raise CheckpointError(f"{path}: larger than {MAX_JSON} bytes")
         value = json.loads(path.read_bytes())
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error

@@ -20,6 +20,7 @@ from tinyloop.kernels import Int8Linear, Linear
 from tinyloop.layers import Attention, GatedMLP, Layer, PreNormLayer, RMSNorm
 from tinyloop.recurrence import NormedRecurrence, Recurrence
 
+LARGEST = 1 << 24  # of any whole number in a config: far above any size in use
 MOST = 4096
 BEYOND_TRAINED = 2  # quality falls slowly past the trained depth; up to twice of it may be asked for
 
@@ -111,6 +112,8 @@ class Facts:
         value = default if value is None else value
         if not isinstance(value, int) or isinstance(value, bool):
             raise CheckpointError(f"config.json: {key} must be a whole number, got {shown(value)}")
+        if abs(value) > LARGEST:
+            raise CheckpointError(f"config.json: {key} must be at most {LARGEST}, got {shown(value)}")
         return value
 
     def positive(self, key: str, default: float) -> float:

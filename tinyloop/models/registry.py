@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from tinyloop.arguments import shown
 from tinyloop.errors import CheckpointError
 from tinyloop.models.dory import Dory
 from tinyloop.models.family import Family
@@ -24,10 +25,11 @@ REFUSED = {"inkling2_loop": INKLING, "inkling2_loop_text": INKLING}
 
 def family_of(raw: Mapping[str, Any]) -> Family:
     """The family that reads this config.json. Raises CheckpointError naming the model type and the known ones."""
+    model_type = raw.get("model_type")
     for family in FAMILIES:
-        if raw.get("model_type") in family.model_types:
+        if model_type in family.model_types:
             return family
-    if raw.get("model_type") in REFUSED:
-        raise CheckpointError(f"model_type {raw['model_type']} is not supported: {REFUSED[raw['model_type']]}")
+    if isinstance(model_type, str) and model_type in REFUSED:
+        raise CheckpointError(f"model_type {model_type} is not supported: {REFUSED[model_type]}")
     known = ", ".join(sorted(name for family in FAMILIES for name in family.model_types))
-    raise CheckpointError(f"unknown architecture: model_type {raw.get('model_type')!r}; known are {known}")
+    raise CheckpointError(f"unknown architecture: model_type {shown(model_type)}; known are {known}")
