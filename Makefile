@@ -1,4 +1,4 @@
-# Six verbs run everything. `make serve` and `make test` need nothing but Python 3.11 or newer and a network.
+# A few verbs run everything. `make serve` and `make test` need nothing but Python 3.11 or newer and a network.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 MODEL ?= smollm2
