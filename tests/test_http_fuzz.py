@@ -351,9 +351,10 @@ def test_memory_and_connections_stay_flat(server: Server) -> None:
                 attack(server, path, how, dice.randrange(2**32))
         server.settle()
 
-    round_of(1)
+    for seed in (1, 2, 3):  # until every thread has its arena and every large body has been seen: 306, 390, 353 MiB
+        round_of(seed)
     before, fds = server.facts("VmRSS"), server.facts("fds")
-    for seed in (2, 3):
+    for seed in (4, 5):
         round_of(seed)
     assert server.facts("VmRSS") < before + FLAT_MIB
     assert server.facts("fds") <= fds + 2
