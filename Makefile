@@ -1,4 +1,4 @@
-# Six verbs run everything. `make serve` and `make test` need nothing but Python 3.11 or newer and a network.
+# A few verbs run everything. `make serve` and `make test` need nothing but Python 3.11 or newer and a network.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 MODEL ?= smollm2
@@ -6,7 +6,7 @@ HOST ?= 127.0.0.1
 PORT ?= 8000
 BIN := .venv/bin
 
-.PHONY: sanitize serve test check fmt bench peers docs clean
+.PHONY: sanitize clients schemathesis serve test check fmt bench peers docs clean
 
 serve: .venv/installed
 	@exec $(BIN)/tinyloop serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
@@ -38,6 +38,16 @@ peers:
 sanitize: .venv/dev
 	$(BIN)/python tests/sanitized.py $(ARGS)
 
+# In an environment of its own, because it pins what the others use. About 5 minutes.
+schemathesis: .venv/dev
+	test -x .peers/schemathesis/bin/st || $(PYTHON) -m venv .peers/schemathesis
+	.peers/schemathesis/bin/python -m pip install -q 'schemathesis>=4.32,<5'
+	$(BIN)/python -m tests.described .peers/schemathesis/bin/st --max-examples 50 $(ARGS)
+
+# Other people's clients against a server. What they bring is about 100 packages, so `make test` does without them.
+clients: .venv/clients
+	$(BIN)/python -m pytest tests/clients $(ARGS)
+
 docs: .venv/dev
 	$(BIN)/python docs/check.py
 
@@ -54,4 +64,9 @@ clean:
 
 .venv/dev: .venv/installed
 	$(BIN)/python -m pip install -q -e '.[dev]'
+	@touch $@
+
+# The package is there already, so this fetches only what the extra adds and compiles nothing.
+.venv/clients: .venv/dev
+	$(BIN)/python -m pip install -q 'tinyloop[clients]'
 	@touch $@

@@ -85,8 +85,10 @@ def _schema(kind: type[BaseModel]) -> dict[str, Any]:
 
 
 def _event(kind: type[BaseModel]) -> dict[str, Any]:
-    """One server-sent event, as OpenAPI 3.2 says it."""
-    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": _schema(kind)}
+    """One server-sent event, as OpenAPI 3.2 says it. Streams whose events have no names end with a word."""
+    data: Any = {"type": "string", "contentMediaType": "application/json", "contentSchema": _schema(kind)}
+    if not issubclass(kind, NamedEvent):
+        data = {"anyOf": [data, {"const": "[DONE]"}]}
     name = {"type": "string"}
     return {"type": "object", "properties": {"event": name, "data": data}, "required": ["data"]}
 

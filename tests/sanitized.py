@@ -29,8 +29,15 @@ def main(arguments: list[str]) -> int:
         subprocess.run(build, cwd=ROOT, check=True, env=os.environ | {"TINYLOOP_CFLAGS": flags, "LDFLAGS": flags})
         env = {"LD_PRELOAD": runtime.stdout.strip(), "ASAN_OPTIONS": "detect_leaks=0", "OMP_NUM_THREADS": "2"}
         kernels = Path(work) / "tinyloop" / "kernels"
-        files = arguments or ["tests/test_kernels.py", "tests/test_program.py"]
-        command = [sys.executable, "-c", RUN, str(kernels), *files]
+        command = [
+            sys.executable,
+            "-c",
+            RUN,
+            str(kernels),
+            *arguments,
+            "tests/test_kernels.py",
+            "tests/test_program.py",
+        ]
         return subprocess.run(command, cwd=ROOT, env=os.environ | env).returncode
 
 

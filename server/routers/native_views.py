@@ -34,8 +34,7 @@ class GenerateTeller(Teller):
         yield _event("start", request_id=self.request_id, model=self.model)
 
     def token(self, chunk: GenerationChunk) -> Iterator[str]:
-        token = self._token(chunk.token_id, chunk.loops, chunk.logprobs)
-        token.text = chunk.text
+        token = self._token(chunk.token_id, chunk.loops, chunk.logprobs, chunk.text)
         yield _event("token", **token.model_dump())
 
     def closing(self, result: GenerationResult) -> Iterator[str]:
@@ -69,8 +68,12 @@ class GenerateTeller(Teller):
             ),
         )
 
-    def _token(self, token: int, loops: int | None, logprobs: "Logprobs | None") -> shapes.Token:
-        shown = shapes.Token(id=token, text=spelling(self.tokenizer, token)[1], loops=loops)
+    def _token(
+        self, token: int, loops: int | None, logprobs: "Logprobs | None", text: str | None = None
+    ) -> shapes.Token:
+        """`text` is what a token adds to the answer; alone it is spelled out."""
+        text = spelling(self.tokenizer, token)[1] if text is None else text
+        shown = shapes.Token(id=token, text=text, loops=loops)
         if logprobs is not None:
             shown.logprob = finite(logprobs.chosen)
             shown.top = [
