@@ -33,11 +33,11 @@ class ScriptedModel:
     calls: list[Any]
 
     @classmethod
-    def load(cls, name: str, *, dtype: str) -> "ScriptedModel":
+    def load(cls, name: str, *, dtype: str, weights: str) -> "ScriptedModel":
         if name == "missing":
             raise CheckpointError("missing: no such model")
         model = cls()
-        cls.calls = [(name, dtype)]
+        cls.calls = [(name, dtype, weights)]
         return model
 
     def chat(self, messages: Any) -> list[int]:
@@ -59,7 +59,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> type[ScriptedModel]:
 def test_generate_prints_the_answer(model: type[ScriptedModel], flag: str) -> None:
     result = run("generate", "Hi", "--loops", "2", "--model", "m", "--max-new-tokens", "9", "--temperature", "0", flag)
     assert result.output == "Hello world\n"
-    assert model.calls[0] == ("m", "auto")
+    assert model.calls[0] == ("m", "auto", "auto")
     prompt, options = model.calls[-1]
     assert prompt == "Hi"
     assert (options["loops"], options["max_new_tokens"], options["sampling"].temperature) == (2, 9, 0)
