@@ -38,7 +38,7 @@ def test_the_exit_gate_is_read_from_the_normed_state() -> None:
     stack = LoopedStack(family, family.config(raw), Weights(source, torch.float32, torch.device("cpu")))
     _, gates = ouro_reference.forward(source.taken, raw, TOKENS, 1)
     positions = torch.arange(len(TOKENS))
-    attend = oracle._Attention(positions, 0)
+    attend = oracle.WholeAttention(positions, 0)
     h = stack.core(stack.embed(torch.tensor(TOKENS)), positions, torch.zeros_like(positions), attend)
     assert torch.allclose(stack.exit_probability(h), gates[0], atol=1e-5)
 

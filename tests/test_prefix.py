@@ -159,7 +159,7 @@ def test_sharing_planes_between_loops_would_change_the_answer() -> None:
     model = model_of("ouro")
     tokens = list(range(30, 60))
 
-    class OnePlane(oracle._Attention):
+    class OnePlane(oracle.WholeAttention):
         def __call__(self, layer, q, k, v, rope, **look):  # every loop reads the first loop's keys and values
             active = self.active
             if layer in self.kept:
@@ -170,7 +170,7 @@ def test_sharing_planes_between_loops_would_change_the_answer() -> None:
 
     right = model.oracle(tokens, 4)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(oracle, "_Attention", OnePlane)
+        patch.setattr(oracle, "WholeAttention", OnePlane)
         wrong = oracle.logits(model.stack, tokens, 4)
     assert (right.argmax(-1) != wrong.argmax(-1)).any()
 

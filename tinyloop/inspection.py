@@ -62,7 +62,7 @@ def weight_bytes(family: Family, config: ModelConfig, dtype: torch.dtype, int8: 
     """Bytes that the weights take once they are loaded."""
     stack = LoopedStack(family, config, Weights(_Shapes(), dtype, torch.device("meta"), int8))
     total = stack_bytes(stack)
-    if config.tie_embeddings and not int8 and _is_copied(dtype):
+    if config.tie_embeddings and not int8 and _is_reordered(dtype):
         total += stack.embedding.nbytes  # rows to look up, and the same reordered to multiply with
     return total
 
@@ -98,11 +98,9 @@ class _Shapes:
         return torch.empty(shape, device="meta")
 
 
-def _is_copied(dtype: torch.dtype) -> bool:
-    """Whether a matrix of this type is reordered, and so does not share the memory of what it was made from."""
-    weight = torch.zeros(BLOCK, BLOCK, dtype=dtype)
-    linear = Linear(weight)
-    return linear.native or linear.reordered
+def _is_reordered(dtype: torch.dtype) -> bool:
+    """Whether torch reorders a matrix of this type, which it does not do without memory."""
+    return Linear(torch.zeros(BLOCK, BLOCK, dtype=dtype)).reordered
 
 
 def _tensors(thing: object, seen: set[int]) -> Iterator[Tensor]:

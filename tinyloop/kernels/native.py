@@ -23,6 +23,7 @@ NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 SIDE = 32  # outputs of a block of weights, and its inputs in bfloat16
 GROUP = reference.GROUP
 LARGEST_HEAD = 1024
+PLACES = ("cpu", "meta")  # where weights may lie; without memory they are only counted
 
 log = logging.getLogger(__name__)
 
@@ -150,7 +151,7 @@ def program_kernel(dtype: torch.dtype) -> Any | None:
 
 def pack(weight: Tensor) -> Tensor | None:
     """Bfloat16 weights [out, in] in the order that `linear` reads; None if it cannot serve them."""
-    if _kernel("linear", weight.dtype) is None or weight.device.type != "cpu":
+    if _kernel("linear", weight.dtype) is None or weight.device.type not in PLACES:
         return None
     return _blocks(weight, SIDE, 2)
 
@@ -170,7 +171,7 @@ def linear(x: Tensor, packed: Tensor, out_features: int, added: Tensor | None = 
 
 def pack_int8(weight: Tensor, dtype: torch.dtype) -> Tensor | None:
     """Int8 weights [out, in], plus 128, in the order that `linear_int8` reads; None if it has nothing for `dtype`."""
-    if _kernel("linear_int8", dtype) is None or weight.device.type != "cpu":
+    if _kernel("linear_int8", dtype) is None or weight.device.type not in PLACES:
         return None
     return _blocks(weight, GROUP, 4).view(torch.uint8) ^ 128
 

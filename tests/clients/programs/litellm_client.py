@@ -35,7 +35,9 @@ chunks = list(
 )
 typed = litellm.completion(**CHAT, max_tokens=300, response_format=Weather)
 called = litellm.completion(**CHAT, max_tokens=300, tools=[TOOL], tool_choice="required", parallel_tool_calls=False)
-plain = litellm.text_completion(model="text-completion-openai/tiny", prompt="Oslo", max_tokens=5, **WHERE)
+plain = litellm.text_completion(
+    model="text-completion-openai/tiny", prompt="Oslo", max_tokens=5, extra_body={"ignore_eos": True}, **WHERE
+)
 facts = {
     "whole": whole.choices[0].message.content,
     "streamed": "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices),

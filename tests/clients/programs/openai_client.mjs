@@ -26,7 +26,8 @@ const called = await client.chat.completions.create({
 const calls = called.choices[0].message.tool_calls.map((call) => [
   call.function.name, JSON.parse(call.function.arguments),
 ]);
-const plain = (await client.completions.create({ model: "tiny", prompt: "Oslo", max_tokens: 5 })).usage.completion_tokens;
+const completed = await client.completions.create({ model: "tiny", prompt: "Oslo", max_tokens: 5, ignore_eos: true });
+const plain = completed.usage.completion_tokens;
 const question = { model: "tiny", input: "Weather in Oslo?", temperature: 0, max_output_tokens: 12 };
 const responses = [(await client.responses.create(question)).output_text, ""];
 for await (const event of await client.responses.create({ ...question, stream: true })) {
