@@ -22,12 +22,12 @@ sys.exit(pytest.main(["-p", "no:cacheprovider", *sys.argv[1:]]))
 
 
 def main(arguments: list[str]) -> int:
-    runtime = subprocess.run(["gcc", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
+    preloaded = " ".join(_library(name) for name in ("libasan.so", "libstdc++.so"))  # it must know how C++ throws
     with tempfile.TemporaryDirectory() as work:
         flags = "-fsanitize=address -fno-omit-frame-pointer -O1 -g"
         build = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", work, "--build-temp", f"{work}/temp"]
         subprocess.run(build, cwd=ROOT, check=True, env=os.environ | {"TINYLOOP_CFLAGS": flags, "LDFLAGS": flags})
-        env = {"LD_PRELOAD": runtime.stdout.strip(), "ASAN_OPTIONS": "detect_leaks=0", "OMP_NUM_THREADS": "2"}
+        env = {"LD_PRELOAD": preloaded, "ASAN_OPTIONS": "detect_leaks=0", "OMP_NUM_THREADS": "2"}
         kernels = Path(work) / "tinyloop" / "kernels"
         command = [
             sys.executable,
@@ -39,6 +39,12 @@ def main(arguments: list[str]) -> int:
             "tests/test_program.py",
         ]
         return subprocess.run(command, cwd=ROOT, env=os.environ | env).returncode
+
+
+def _library(name: str) -> str:
+    """Where the compiler has it."""
+    found = subprocess.run(["gcc", f"-print-file-name={name}"], capture_output=True, text=True, check=True)
+    return found.stdout.strip()
 
 
 if __name__ == "__main__":
