@@ -373,9 +373,9 @@ def test_a_template_gets_out_of_nothing(text: str) -> None:
 
 
 def test_two_renderings_at_once_have_each_their_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template, "MAX_SECONDS", 0.3)
+    monkeypatch.setattr(template, "MAX_SECONDS", 2.0)  # a collection of garbage counts too
     with ThreadPoolExecutor(2) as pool:
         endless = pool.submit(answer, nest(3, ""))
         others = [pool.submit(answer, "{{ messages[0].content }}") for _ in range(20)]
         assert {other.result() for other in others} == {"hi"}
-        assert "does not end within 0.3 seconds" in endless.result()
+        assert "does not end within 2 seconds" in endless.result()
