@@ -64,7 +64,10 @@ def test_programs_equal_their_layers(
     assert recorded == (answers(), scores())
 
 
-@pytest.mark.parametrize(("model_type", "changes"), [("qwen3", {}), ("llama", {"hidden_size": 48}), ("qwen2", {})])
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [("qwen3", {}), ("llama", {"hidden_size": 48}), ("llama", {"head_dim": 1056}), ("qwen2", {})],
+)
 def test_what_is_more_than_kernels_runs_layer_by_layer(
     model_type: str, changes: dict[str, object], programs: list[Program]
 ) -> None:

@@ -248,7 +248,7 @@ async def test_no_internal_message_gets_out(monkeypatch: pytest.MonkeyPatch, pat
     async with served() as (client, _):
 
         def broken(*_: Any) -> Any:
-            raise ValueError("secret path /root/weights")
+            raise ValueError("secret path weights/model")
 
         for name in ("info", "check_open", "metrics_text"):
             monkeypatch.setattr(type(scheduler_of(client)), name, property(broken))

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tinyloop import kernels
+from tinyloop.kernels.program import Program
 from tinyloop.layers import Rope
 from tinyloop.stack import LoopedStack
 
@@ -82,6 +83,10 @@ class WholeAttention:
         scores = torch.einsum("qhd,khd->hqk", q, k) / q.shape[2] ** 0.5
         weights = scores.masked_fill(~self._seen(len(q), len(k), window), -torch.inf).softmax(-1)
         return torch.einsum("hqk,khd->qhd", weights, v).flatten(1)
+
+    def run(self, program: Program, h: Tensor, rope: Rope) -> Tensor | None:
+        """Always layer by layer."""
+        return None
 
     def _keep(self, layer: int, k: Tensor, v: Tensor) -> None:
         """The layer's keys and values of all tokens so far; of its first time, for those who read them later."""

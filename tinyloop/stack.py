@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -38,12 +38,8 @@ class AttendAt(Protocol):
         first: bool = False,
     ) -> Tensor: ...
 
-
-@runtime_checkable
-class AttendAll(AttendAt, Protocol):
-    """Attention that can take the layers of a program at once; None if not this time."""
-
-    def run(self, program: Program, h: Tensor, rope: Rope) -> Tensor | None: ...
+    def run(self, program: Program, h: Tensor, rope: Rope) -> Tensor | None:
+        """All layers of a program at once; None if it has to be one by one."""
 
 
 class LoopedStack:
@@ -101,7 +97,7 @@ class LoopedStack:
         return torch.sigmoid(self.exit_gate(state).float()).squeeze(-1)
 
     def _run(self, h: Tensor, layers: Sequence[int], at: At, attend: AttendAt) -> Tensor:
-        if layers and isinstance(attend, AttendAll) and (program := self._program(layers)):
+        if layers and (program := self._program(layers)):
             done = attend.run(program, h, at.ropes[0])
             if done is not None:
                 return done
@@ -126,7 +122,7 @@ class LoopedStack:
                 h = self.layers[index](h, At(ropes, nothing), attend)
             return h
 
-        return record(self.config.hidden_size, self.dtype, run)
+        return record(self.config.hidden_size, run)
 
     def _at(self, positions: Tensor, loops: Tensor | None = None) -> At:
         angles = [positions.float()[:, None, None] * table for table in self._frequencies]

@@ -9,8 +9,9 @@ from fastapi.responses import Response
 
 from server.openapi import described
 from server.routers.asked import alias_loops
-from server.routers.openai import chat_job, completion_job, respond
-from server.routers.shared import read_body, refusal, scheduler_of
+from server.routers.openai import answer, chat_job, completion_job
+from server.routers.openai_views import View
+from server.routers.shared import Job, read_body, refusal, scheduler_of
 from server.schemas import lmstudio as shapes
 from server.schemas.common import parse
 from server.types import GenerationResult
@@ -18,6 +19,7 @@ from tinyloop import __version__
 
 if TYPE_CHECKING:
     from server.engine import ModelInfo
+    from server.scheduler import Arrival
 
 router = APIRouter(prefix="/api/v0", tags=["LM Studio v0"])
 CHAT = described(
@@ -55,23 +57,29 @@ async def model(request: Request, name: str) -> shapes.ModelEntry:
 @router.post("/chat/completions", **CHAT)
 async def chat_completions(request: Request) -> Response:
     """The next turn of a conversation, with the facts of the answer and the model beside it."""
-    with scheduler_of(request).arrival() as arrival:
-        with scheduler_of(request).counting_refusals():
-            body = parse(shapes.ChatRequest, await read_body(request, arrival))
-            view, work = await chat_job(request, arrival, body)
-        view.beside = partial(told, info=scheduler_of(request).info)
-        return await respond(request, view, work, stream=body.stream)
+    return await answer(request, _read_chat)
 
 
 @router.post("/completions", **COMPLETIONS)
 async def completions(request: Request) -> Response:
     """What follows a prompt, with the facts of the answer and the model beside it."""
-    with scheduler_of(request).arrival() as arrival:
-        with scheduler_of(request).counting_refusals():
-            body = parse(shapes.CompletionRequest, await read_body(request, arrival))
-            view, work = await completion_job(request, arrival, body)
-        view.beside = partial(told, info=scheduler_of(request).info)
-        return await respond(request, view, work, stream=body.stream)
+    return await answer(request, _read_completion)
+
+
+async def _read_chat(request: Request, arrival: "Arrival") -> tuple[View, Job, bool]:
+    body = parse(shapes.ChatRequest, await read_body(request, arrival))
+    return *_with_facts(request, await chat_job(request, arrival, body)), body.stream
+
+
+async def _read_completion(request: Request, arrival: "Arrival") -> tuple[View, Job, bool]:
+    body = parse(shapes.CompletionRequest, await read_body(request, arrival))
+    return *_with_facts(request, await completion_job(request, arrival, body)), body.stream
+
+
+def _with_facts(request: Request, asked: tuple[View, Job]) -> tuple[View, Job]:
+    view, work = asked
+    view.beside = partial(told, info=scheduler_of(request).info)
+    return view, work
 
 
 @router.post("/embeddings", status_code=501, **described(refusals=[501]))

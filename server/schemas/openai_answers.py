@@ -103,23 +103,24 @@ class CompletionChoice(BaseModel):
     stop_reason: str | int | None = None
 
 
-class ChatCompletion(BaseModel):
+class Generated(BaseModel):
+    """What every answer says of itself, and every event of a streamed one."""
+
     id: str
-    object: Literal["chat.completion"] = "chat.completion"
     created: int
     model: str
     service_tier: str = "default"
+
+
+class ChatCompletion(Generated):
+    object: Literal["chat.completion"] = "chat.completion"
     choices: list[ChatChoice]
     usage: Usage
     tinyloop: LoopReport
 
 
-class Completion(BaseModel):
-    id: str
+class Completion(Generated):
     object: Literal["text_completion"] = "text_completion"
-    created: int
-    model: str
-    service_tier: str = "default"
     choices: list[CompletionChoice]
     usage: Usage
     tinyloop: LoopReport
@@ -148,27 +149,19 @@ class ChatChunkChoice(BaseModel):
     stop_reason: str | int | None = None
 
 
-class ChatChunk(BaseModel):
+class ChatChunk(Generated):
     """One event of a streamed chat; the last has no choices, if usage was asked for."""
 
-    id: str
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    created: int
-    model: str
-    service_tier: str = "default"
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
     tinyloop: LoopReport | None = None
 
 
-class CompletionChunk(BaseModel):
+class CompletionChunk(Generated):
     """One event of a streamed completion; the last has no choices, if usage was asked for."""
 
-    id: str
     object: Literal["text_completion"] = "text_completion"
-    created: int
-    model: str
-    service_tier: str = "default"
     choices: list[CompletionChoice]
     usage: Usage | None = None
     tinyloop: LoopReport | None = None

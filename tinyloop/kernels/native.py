@@ -15,14 +15,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tinyloop.kernels import reference
-from tinyloop.kernels.program import Symbol, bits
+from tinyloop.kernels.program import LARGEST_HEAD, Symbol, bits
 from tinyloop.kernels.reads import Reads
 
 LEVELS = ("plain", "avx2", "avx512", "bf16", "amx")  # of instruction sets: a processor has one and all before it
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 SIDE = 32  # outputs of a block of weights, and its inputs in bfloat16
 GROUP = reference.GROUP
-LARGEST_HEAD = 1024
 PLACES = ("cpu", "meta")  # where weights may lie; without memory they are only counted
 
 log = logging.getLogger(__name__)
@@ -160,7 +159,8 @@ def linear(x: Tensor, packed: Tensor, out_features: int, added: Tensor | None = 
     """`x @ weight.T + added` for weights that `pack` has packed. `x`: [rows, in]; `added`: [rows, out]."""
     kernel = _kernel("linear", x.dtype)
     assert kernel is not None, x.dtype
-    x = F.pad(x, (0, -x.shape[1] % SIDE)).contiguous()
+    missing = -x.shape[1] % SIDE
+    x = F.pad(x, (0, missing)) if missing else x.contiguous()  # padding with nothing would copy
     y = x.new_empty(x.shape[0], out_features)
     assert packed.numel() == _up(out_features, SIDE) * x.shape[1]
     assert added is None or _fits(x, added)

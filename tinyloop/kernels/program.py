@@ -6,6 +6,7 @@ calls themselves, some three hundred in a step of thirty layers, cost a third of
 """
 
 import struct
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 KERNELS = ("norm", "silu_mul", "linear", "linear_int8", "attend", "sigmoid_mul")  # as in cpp/program.h
 INPUT, OUTPUT, NONE = 0, 1, -1
+STEP = 10  # whole numbers
+LARGEST_HEAD = 1024  # elements; attention has room for no more
 
 
 class NotRecordable(Exception):
@@ -48,7 +51,6 @@ class Symbol:
 class Recorder:
     """The steps so far, each with the symbols that it reads and makes."""
 
-    dtype: torch.dtype
     steps: list[tuple[str, Symbol, Sequence[Symbol | None], Sequence[int]]] = field(default_factory=list)
     kept: list[Tensor] = field(default_factory=list)  # whose addresses are in the steps
 
@@ -67,6 +69,8 @@ class Recorder:
         if not plain or not isinstance(q, Symbol):
             raise NotRecordable
         size = q.width // (heads + 2 * kv_heads)
+        if size > LARGEST_HEAD:
+            raise NotRecordable
         return self.note("attend", heads * size, (q,), layer, page, heads, kv_heads, size)
 
     def _fact(self, fact: int | Tensor) -> int:
@@ -84,7 +88,6 @@ class Program:
 
     steps: Tensor
     widths: Tensor
-    dtype: torch.dtype
     kept: Sequence[Tensor]
 
     def run(
@@ -102,9 +105,9 @@ class Program:
         return out
 
 
-def record(width: int, dtype: torch.dtype, run: Callable[[Tensor, Recorder], Tensor]) -> Program | None:
+def record(width: int, run: Callable[[Tensor, Recorder], Tensor]) -> Program | None:
     """The program of `run`, which takes rows of `width` to rows of `width`; None if it is more than kernels."""
-    recorder = Recorder(dtype)
+    recorder = Recorder()
     first = Symbol(recorder, width)
     try:
         last = run(cast(Tensor, first), recorder)
@@ -116,31 +119,29 @@ def record(width: int, dtype: torch.dtype, run: Callable[[Tensor, Recorder], Ten
 def _placed(recorder: Recorder, first: Symbol, last: Symbol) -> Program:
     """Give every symbol a buffer; one whose last reader has run is free for the next of the same width."""
     ends = {symbol: index for index, (_, _, rows, _) in enumerate(recorder.steps) for symbol in rows if symbol}
-    places, widths, free = {first: INPUT, last: OUTPUT}, [first.width, last.width], dict[int, list[int]]()
+    places, widths = {first: INPUT, last: OUTPUT}, [first.width, last.width]
+    free = defaultdict[int, list[int]](list)
+
+    def buffer(width: int) -> int:
+        """A free one, or a new one."""
+        if free[width]:
+            return free[width].pop()
+        widths.append(width)
+        return len(widths) - 1
+
     lines = []
     for index, (kernel, made, rows, facts) in enumerate(recorder.steps):
         if made not in places:
-            same = free.setdefault(made.width, [])
-            if not same:
-                same.append(len(widths))
-                widths.append(made.width)
-            places[made] = same.pop()
+            places[made] = buffer(made.width)
         read = [NONE if symbol is None else places[symbol] for symbol in (*rows, None)][:2]
         line = [KERNELS.index(kernel), places[made], *read, *facts]
         if kernel == "attend":  # the turned queries need room too, for the time of the step
-            line.append(_spare(free, widths, made.width))
-        lines.append(line + [0] * (10 - len(line)))
+            line.append(buffer(made.width))
+            free[made.width].append(line[-1])
+        lines.append(line + [0] * (STEP - len(line)))
         for symbol in {symbol for symbol in rows if symbol and ends[symbol] == index} - {first, last}:
-            free.setdefault(symbol.width, []).append(places[symbol])
-    return Program(torch.tensor(lines), torch.tensor(widths), recorder.dtype, tuple(recorder.kept))
-
-
-def _spare(free: dict[int, list[int]], widths: list[int], width: int) -> int:
-    same = free.setdefault(width, [])
-    if not same:
-        same.append(len(widths))
-        widths.append(width)
-    return same[-1]
+            free[symbol.width].append(places[symbol])
+    return Program(torch.tensor(lines), torch.tensor(widths), tuple(recorder.kept))
 
 
 def bits(number: float) -> int:

@@ -45,8 +45,9 @@ def heads(product: Tensor, num_heads: int, num_kv_heads: int, head_dim: int) -> 
 
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Weights [out, in] in int8, and what a step is worth in each output: [out], float32."""
-    scales = weight.float().abs().amax(1).clamp_min(TINY) / 127
-    return (weight.float() / scales[:, None]).round().to(torch.int8), scales
+    wide = weight.float()
+    scales = wide.abs().amax(1).clamp_min(TINY) / 127
+    return (wide / scales[:, None]).round().to(torch.int8), scales
 
 
 def linear_int8(x: Tensor, weight: Tensor, scales: Tensor, added: Tensor | None = None) -> Tensor:
