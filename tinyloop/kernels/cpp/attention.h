@@ -84,6 +84,7 @@ struct Block {
   long head, first_query;
   int queries, shared;
   Scratch& room;
+  Tiles& tiles;
 
   int rows() const { return queries * shared; }
   long position(int m) const { return span.start + first_query + m / shared; }
@@ -152,11 +153,70 @@ struct Block {
 
   int full_rows() const { return (rows() + 15) / 16 * 16; }
 
+  // Whether 16 keys of a page, as they lie, are a tile.
+  bool lies_in_tiles() const { return pages.page_size % 16 == 0; }
+
+  // Pairs of elements go down, queries across.
+  void turn_queries(const bf16* q, long heads) {
+    int d = (int)pages.head_dim, n = rows();
+    for (int m = 0; m < n; m++) {
+      const bf16* from = q + row_of(m, heads);
+      for (int i = 0; i < d; i += 2) std::memcpy(&room.narrow_q[(i / 2 * n + m) * 2], from + i, 2 * sizeof(bf16));
+    }
+    tiles.use_for(n);
+  }
+
+  // For few queries. Scores come as keys x queries, so that no key is moved; then they are turned.
+  void score_in_tiles(long from, long to) {
+    const int d = (int)pages.head_dim, n = rows();
+    const long tile = from / TILE * TILE, kept = pages.kv_heads * d;
+    float* turned = room.keys.data();
+    settle();
+    for (long first = from / 16 * 16; first < to; first += 16) {
+      long key = std::max(first, from);
+      const bf16* k = pages.keys + room.at[key - from] - (key - first) * kept;
+      _tile_zero(0);
+      for (int i = 0; i < d; i += 32) {
+        _tile_loadd(4, k + i, kept * 2);
+        _tile_loadd(6, room.narrow_q.data() + i * n, n * 4);
+        _tile_dpbf16ps(0, 4, 6);
+      }
+      _tile_stored(0, turned + (first - tile) * n, n * 4);
+    }
+    settle();
+    for (int m = 0; m < n; m++)
+      for (int key = 0; key < TILE; key++) room.scores[m * TILE + key] = turned[key * n + m];
+  }
+
+  void add_in_tiles(long from, long to) {
+    const bf16* lines[TILE];
+    const int d = (int)pages.head_dim;
+    const bool both = to - from / TILE * TILE > 32;
+    lines_of(pages.values, from, to, lines);
+    pack_values(lines, d, room.packed.data());
+    settle();
+    _tile_loadd(2, room.narrow_weights.data(), TILE * 2);
+    _tile_loadd(3, room.narrow_weights.data() + 32, TILE * 2);
+    for (int n = 0; n < d; n += 16) {
+      const bf16* v = room.packed.data() + n / 32 * 2048 + n % 32 * 32;
+      float* out = room.out.data() + n;
+      _tile_loadd(5, out, room.padded * 4);
+      _tile_loadd(7, v, 64);
+      _tile_dpbf16ps(5, 2, 7);
+      if (both) {
+        _tile_loadd(7, v + 1024, 64);
+        _tile_dpbf16ps(5, 3, 7);
+      }
+      _tile_stored(5, out, room.padded * 4);
+    }
+    settle();
+  }
+
   void narrow_queries(const bf16* q, long heads) {
     int d = pages.head_dim;
     std::fill(room.narrow_q.begin(), room.narrow_q.end(), 0);
     for (int m = 0; m < rows(); m++) std::memcpy(&room.narrow_q[m * d], q + row_of(m, heads), d * sizeof(bf16));
-    use_tiles(16, 16);
+    tiles.use(16, 16);
   }
 
   void score_by_matrix(long from, long to) {
@@ -264,16 +324,20 @@ struct Block {
 
   void run(const T* q, T* out, long heads) {
     room.fit(rows(), (int)pages.head_dim);
-    bool few = rows() <= FEW && pages.head_dim % W == 0;
 #if defined(__AMX_BF16__)
     if constexpr (std::is_same_v<T, bf16>)
-      if (!few && pages.head_dim % 32 == 0) {
-        narrow_queries(q, heads);
-        walk(&Block::score_by_matrix, room.narrow_weights.data(), &Block::add_by_matrix);
-        _tile_release();
+      if (pages.head_dim % 32 == 0) {
+        if (rows() <= 16 && lies_in_tiles()) {
+          turn_queries(q, heads);
+          walk(&Block::score_in_tiles, room.narrow_weights.data(), &Block::add_in_tiles);
+        } else {
+          narrow_queries(q, heads);
+          walk(&Block::score_by_matrix, room.narrow_weights.data(), &Block::add_by_matrix);
+        }
         return write(out, heads);
       }
 #endif
+    bool few = rows() <= FEW && pages.head_dim % W == 0;
     read_queries(q, heads);
     few ? walk(&Block::score_where_they_lie, room.scores.data(), &Block::add_where_they_lie)
         : walk(&Block::score_tile, room.scores.data(), &Block::add_tile);
@@ -292,11 +356,13 @@ void attention(const T* q, const Pages<T>& pages, const Span* spans, long segmen
   std::vector<Item> items;
   for (long s = 0; s < segments; s++)
     for (long query = (spans[s].rows - 1) / step * step; query >= 0; query -= step) items.push_back({spans + s, query});
-  parallel(threads, (long)items.size() * pages.kv_heads, [&](long i) {
-    static thread_local Scratch room;
-    const Item& item = items[i / pages.kv_heads];
-    int queries = (int)std::min<long>(step, item.span->rows - item.query);
-    Block<T>{pages, *item.span, i % pages.kv_heads, item.query, queries, shared, room}.run(q, out, heads);
+  parallel_workers(threads, (long)items.size() * pages.kv_heads, [&] {
+    return [&, tiles = Tiles()](long i) mutable {
+      static thread_local Scratch room;
+      const Item& item = items[i / pages.kv_heads];
+      int queries = (int)std::min<long>(step, item.span->rows - item.query);
+      Block<T>{pages, *item.span, i % pages.kv_heads, item.query, queries, shared, room, tiles}.run(q, out, heads);
+    };
   });
 }
 

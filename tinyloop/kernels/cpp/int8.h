@@ -119,10 +119,9 @@ inline void group_sums(const NarrowProduct<T>& p, const uint8_t* w, long row, in
 }
 
 template <class T>
-inline void columns(const NarrowProduct<T>& p, long block) {
+inline void columns(const NarrowProduct<T>& p, long block, Tiles& tiles) {
   const uint8_t* w = p.packed + block * p.left.groups * 2 * TILE_BYTES;
   Ahead ahead(w, p.left.groups * 2 * TILE_BYTES);
-  int shape = 0;
   for (int half = 0; half < 2; half++, w += TILE_BYTES)
     for (long row = 0; row < p.rows; row += 16) {
       int rows = (int)std::min<long>(16, p.rows - row);
@@ -130,8 +129,7 @@ inline void columns(const NarrowProduct<T>& p, long block) {
                   : rows <= 4 ? group_sums<4, T>
                   : rows <= 8 ? group_sums<8, T>
                               : group_sums<16, T>;
-      if (rows != shape) use_tiles(rows, 0);
-      shape = rows;
+      tiles.use(rows, 0);
       sums(p, w, row, rows, block * SIDE + half * 16, row == 0 && half == 0 ? &ahead : nullptr);
     }
 }
@@ -205,7 +203,7 @@ inline void dots(const NarrowProduct<T>& p, const uint8_t* w, long row, long col
 }
 
 template <class T>
-inline void columns(const NarrowProduct<T>& p, long block) {
+inline void columns(const NarrowProduct<T>& p, long block, Tiles&) {
   const uint8_t* w = p.packed + block * p.left.groups * 2 * TILE_BYTES;
   long row = 0, column = block * SIDE;
   for (; row + MOST <= p.rows; row += MOST) dots<MOST>(p, w, row, column);
@@ -226,11 +224,8 @@ void linear_int8(const T* x, const uint8_t* packed, const float* scales, const T
     for (long row = first; row < last; row++) left.take(x, row, in);
   });
   NarrowProduct<T> p{left, packed, scales, added, y, rows, out};
-  parallel(threads, rounded(out, SIDE) / SIDE, [&](long block) {
-    columns(p, block);
-#if defined(__AMX_INT8__)
-    _tile_release();
-#endif
+  parallel_workers(threads, rounded(out, SIDE) / SIDE, [&] {
+    return [&, tiles = Tiles()](long block) mutable { columns(p, block, tiles); };
   });
 }
 

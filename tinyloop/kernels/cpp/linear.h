@@ -17,19 +17,23 @@ constexpr int HALF = 16 * SIDE;  // elements of 16 outputs of a block: one tile 
 
 inline long rounded(long n, long to) { return (n + to - 1) / to * to; }
 
-// Asks for the weights of the next 32 outputs while those of this one are read, 2 KB at a time and from four places at
-// once: the processor's own prefetcher follows lines within a page, so one place alone leaves memory half idle.
+// Asks for the weights of the next 32 outputs while those of this one are read, 2 KB at a time and from eight places at
+// once: the processor's own prefetcher follows lines within a page, so one place alone leaves memory half idle. Of
+// several turns over the same weights each asks for its part.
 struct Ahead {
-  static constexpr int PLACES = 4, STEP = 2048 / PLACES;
+  static constexpr int PLACES = 8, STEP = 2048 / PLACES;
   const char* at;
-  long apart;
+  long apart, turns, wait = 0;
 
-  Ahead(const void* weights, long bytes) : at((const char*)weights + bytes), apart(bytes / PLACES) {}
+  Ahead(const void* weights, long bytes, long turn = 0, long turns = 1)
+      : at((const char*)weights + bytes + bytes / 2048 * turn / turns * STEP), apart(bytes / PLACES), turns(turns) {}
 
   void step() {
+    if (wait--) return;
     for (int place = 0; place < PLACES; place++)
       for (int line = 0; line < STEP; line += 64) __builtin_prefetch(at + place * apart + line);
     at += STEP;
+    wait = turns - 1;
   }
 };
 
@@ -58,16 +62,15 @@ inline void write_sums(const Product& p, const float* sums, long row, long colum
 
 // Up to 32 rows against 32 outputs.
 template <bool BOTH>
-inline void tiles(const Product& p, const bf16* w, long row, long column, int upper, int lower) {
+inline void tiles(const Product& p, const bf16* w, long row, long column, int upper, int lower, Ahead ahead) {
   settle();
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
   _tile_zero(3);
   const bf16* x = p.x + row * p.in;
-  Ahead ahead(w, p.in * SIDE * sizeof(bf16));
   for (long i = 0; i < p.in; i += SIDE, w += 2 * HALF) {
-    if (row == 0) ahead.step();
+    ahead.step();
     _tile_loadd(4, x + i, p.in * 2);
     _tile_loadd(6, w, 64);
     _tile_loadd(7, w + HALF, 64);
@@ -89,14 +92,19 @@ inline void tiles(const Product& p, const bf16* w, long row, long column, int up
   write_sums(p, sums, row, column, upper + lower);
 }
 
-inline void columns(const Product& p, long block) {
+// For few rows memory is what takes long, and a thread looks only so far ahead: short turns leave room for what is asked
+// of memory. For more rows 32 at a time, as each load serves two products.
+constexpr int FEW_ROWS = 48;
+
+inline void columns(const Product& p, long block, Tiles& shape) {
   const bf16* w = p.packed + block * p.in * SIDE;
-  int shape = 0;
-  for (long row = 0; row < p.rows; row += 32) {
-    int rows = (int)std::min<long>(32, p.rows - row), upper = std::min(16, rows), lower = rows - upper;
-    if (rows != shape) use_tiles(upper, lower);
-    shape = rows;
-    lower ? tiles<true>(p, w, row, block * SIDE, upper, lower) : tiles<false>(p, w, row, block * SIDE, upper, 0);
+  const long height = p.rows <= FEW_ROWS ? 16 : 32, turns = (p.rows + height - 1) / height;
+  for (long turn = 0, row = 0; turn < turns; turn++, row += height) {
+    int rows = (int)std::min(height, p.rows - row), upper = std::min(16, rows), lower = rows - upper;
+    Ahead ahead(w, p.in * SIDE * sizeof(bf16), turn, turns);
+    shape.use(upper, lower);
+    lower ? tiles<true>(p, w, row, block * SIDE, upper, lower, ahead)
+          : tiles<false>(p, w, row, block * SIDE, upper, 0, ahead);
   }
 }
 
@@ -179,7 +187,7 @@ inline void dots(const Product& p, const bf16* w, long row, long column) {
 }
 #endif
 
-inline void columns(const Product& p, long block) {
+inline void columns(const Product& p, long block, Tiles&) {
   const bf16* w = p.packed + block * p.in * SIDE;
   long row = 0, column = block * SIDE;
   for (; row + MANY <= p.rows; row += MANY) dots<MANY>(p, w, row, column);
@@ -192,11 +200,8 @@ inline void columns(const Product& p, long block) {
 #endif
 
 inline void linear(const Product& p, int threads) {
-  parallel(threads, rounded(p.out, SIDE) / SIDE, [&](long block) {
-    columns(p, block);
-#if defined(__AMX_BF16__)
-    _tile_release();
-#endif
+  parallel_workers(threads, rounded(p.out, SIDE) / SIDE, [&] {
+    return [&, tiles = Tiles()](long block) mutable { columns(p, block, tiles); };
   });
 }
 

@@ -78,35 +78,48 @@ class Helpers {
   int wanted_ = 0, started_ = 0;
 };
 
-// f(item) for 0 <= item < items, on up to `threads` threads. Each has a run of neighbouring items of its own, so that it
-// reads memory in a straight line, and then takes what others have not come to.
-template <class F>
-void parallel(int threads, long items, const F& f) {
-  static Helpers& helpers = *new Helpers;  // never destroyed: its threads live as long as the process
+// The same for all kernels: a helper that still looks for work after one of them finds that of the next.
+inline Helpers& helpers() {
+  static Helpers& all = *new Helpers;  // never destroyed: its threads live as long as the process
+  return all;
+}
+
+// worker(item) for 0 <= item < items, on up to `threads` threads, each with a worker of its own that `make` has made
+// there. Each has a run of neighbouring items of its own, so that it reads memory in a straight line, and then takes
+// what others have not come to.
+template <class M>
+void parallel_workers(int threads, long items, const M& make) {
   constexpr int MOST = 64;
   struct alignas(64) Run {
     std::atomic<long> next;
     long end;
   };
   struct Shared {
-    const F& f;
+    const M& make;
     int count;
     std::atomic<int> joined;
     Run runs[MOST];
-  } shared{f, (int)std::max<long>(1, std::min<long>({threads, items, MOST})), {0}, {}};
+  } shared{make, (int)std::max<long>(1, std::min<long>({threads, items, MOST})), {0}, {}};
   for (int r = 0; r < shared.count; r++) {
     shared.runs[r].next = items * r / shared.count;
     shared.runs[r].end = items * (r + 1) / shared.count;
   }
   auto work = [](void* data) {
     Shared& s = *(Shared*)data;
+    auto worker = s.make();
     int own = s.joined.fetch_add(1);
     for (int r = 0; r < s.count; r++) {
       Run& run = s.runs[(own + r) % s.count];
-      for (long i; (i = run.next.fetch_add(1)) < run.end;) s.f(i);
+      for (long i; (i = run.next.fetch_add(1)) < run.end;) worker(i);
     }
   };
-  shared.count > 1 ? helpers.run(shared.count - 1, work, &shared) : work(&shared);
+  shared.count > 1 ? helpers().run(shared.count - 1, work, &shared) : work(&shared);
+}
+
+// f(item) for 0 <= item < items, on up to `threads` threads.
+template <class F>
+void parallel(int threads, long items, const F& f) {
+  parallel_workers(threads, items, [&] { return [&](long i) { f(i); }; });
 }
 
 // f(first, last) over blocks of rows that are worth a thread. `cost` of a row: about its elements read.

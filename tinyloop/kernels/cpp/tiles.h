@@ -14,22 +14,51 @@ namespace tinyloop {
 // GCC's tile instructions do not say which memory they read: what was stored must be there before they run.
 inline void settle() { asm volatile("" ::: "memory"); }
 
-// Tiles 0, 1 and 4 have `upper` rows, 2, 3 and 5 `lower` rows, 6 and 7 are full.
-inline void use_tiles(int upper, int lower) {
-  struct alignas(64) {
-    uint8_t palette = 1, start = 0, reserved[14] = {};
-    uint16_t bytes[16] = {};
-    uint8_t rows[16] = {};
-  } shape;
-  lower = std::max(lower, 1);  // of tiles that are not used
-  const int rows[8] = {upper, upper, lower, lower, upper, lower, 16, 16};
-  for (int t = 0; t < 8; t++) {
-    shape.bytes[t] = 64;
-    shape.rows[t] = (uint8_t)rows[t];
+// How a thread has set up its tiles. They are given back when its work ends.
+class Tiles {
+ public:
+  ~Tiles() {
+    if (set_) _tile_release();
   }
-  asm volatile("" ::"r"(&shape) : "memory");  // all of it is read, see `settle`
-  _tile_loadconfig(&shape);
-}
+
+  // Tiles 0, 1 and 4 have `upper` rows, 2, 3 and 5 `lower` rows, 6 and 7 are full; rows of 64 bytes.
+  void use(int upper, int lower) {
+    lower = std::max(lower, 1);  // of tiles that are not used
+    set({{upper, upper, lower, lower, upper, lower, 16, 16}, {64, 64, 64, 64, 64, 64, 64, 64}});
+  }
+
+  // Tile 0 is sums of 16 keys for `queries`, 4 the keys and 6 the queries; 5 is sums of 16 elements for each query, 2
+  // and 3 its weights of 32 tokens each, 7 the tokens' values.
+  void use_for(int queries) {
+    const int n = queries, across = 4 * n;
+    set({{16, 1, n, n, 16, n, 16, 16}, {across, 64, 64, 64, 64, 64, across, 64}});
+  }
+
+ private:
+  struct Shape {
+    int rows[8], bytes[8];
+  };
+
+  void set(const Shape& shape) {
+    if (set_ && !std::memcmp(&shape, &shape_, sizeof shape)) return;
+    struct alignas(64) {
+      uint8_t palette = 1, start = 0, reserved[14] = {};
+      uint16_t bytes[16] = {};
+      uint8_t rows[16] = {};
+    } config;
+    for (int t = 0; t < 8; t++) {
+      config.bytes[t] = (uint16_t)shape.bytes[t];
+      config.rows[t] = (uint8_t)shape.rows[t];
+    }
+    asm volatile("" ::"r"(&config) : "memory");  // all of it is read, see `settle`
+    _tile_loadconfig(&config);
+    shape_ = shape;
+    set_ = true;
+  }
+
+  Shape shape_;
+  bool set_ = false;
+};
 
 // 16 * M rows against 32 columns: tiles 0 to 5 are sums, 6 rows of A, 7 a part of B.
 template <int M>
@@ -104,15 +133,25 @@ inline void pack_keys(const bf16* const* keys, int depth, bf16* packed) {
 
 // 64 values of `size` elements as the right side of weights x values: pairs of tokens go down, elements go across.
 inline void pack_values(const bf16* const* values, int size, bf16* packed) {
-  for (int n = 0; n < size; n += 16)
-    for (int k = 0; k < 64; k += 2) {
-      hvec first, second;
+  typedef uint16_t line __attribute__((vector_size(64)));
+  line low, high;  // two rows of 32 elements, one element of each in turn
+  for (int i = 0; i < 32; i++) low[i] = (uint16_t)(i / 2 + i % 2 * 32), high[i] = (uint16_t)(low[i] + 16);
+  for (int k = 0; k < 64; k += 2)
+    for (int n = 0; n < size; n += 32) {
+      line first, second;
       std::memcpy(&first, values[k] + n, sizeof first);
       std::memcpy(&second, values[k + 1] + n, sizeof second);
-      uvec both = __builtin_convertvector(first, uvec) | (__builtin_convertvector(second, uvec) << 16);
-      std::memcpy(packed + n / 32 * 32 * 64 + k / 32 * 1024 + n % 32 * 32 + k % 32 * 16, &both, sizeof both);
+      line halves[] = {__builtin_shuffle(first, second, low), __builtin_shuffle(first, second, high)};
+      bf16* to = packed + n * 64 + k / 32 * 1024 + k % 32 * 16;
+      std::memcpy(to, halves, sizeof(line));
+      std::memcpy(to + 512, halves + 1, sizeof(line));
     }
 }
 
+}  // namespace tinyloop
+#else
+
+namespace tinyloop {
+struct Tiles {};  // nothing to set up
 }  // namespace tinyloop
 #endif
