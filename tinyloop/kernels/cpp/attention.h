@@ -14,8 +14,8 @@
 
 namespace tinyloop {
 
-constexpr int TILE = 64;          // keys
-constexpr int BLOCK = 48;         // query rows times the heads that share a key head, about
+constexpr int TILE = 4 * W;        // keys
+constexpr int BLOCK = 144;         // query rows times the heads that share a key head, about
 constexpr int FEW = 4;            // query rows that are not worth rearranging keys for
 constexpr int LARGEST_HEAD = 1024;
 constexpr float NOWHERE = -INFINITY;
@@ -66,10 +66,10 @@ struct Scratch {
     scores.resize(full * TILE);
     keys.resize(TILE * padded);
     values.resize(TILE * padded);
-    top.assign(rows, NOWHERE);
-    base.resize(rows);
-    shrink.assign(full, 0.0f);
-    weight.assign(rows, 0.0f);
+    top.assign(full, NOWHERE);
+    base.resize(full);
+    shrink.resize(full);
+    weight.assign(full, 0.0f);
     narrow_q.resize(full * padded);
     narrow_weights.resize(full * TILE);
     packed.resize(TILE * padded);
@@ -224,8 +224,7 @@ struct Block {
     int d = pages.head_dim;
     lines_of(pages.keys, from, to, lines);
     pack_keys(lines, d, room.packed.data());
-    std::fill(room.scores.begin(), room.scores.end(), 0.0f);
-    tile_product(full_rows(), TILE, d, room.narrow_q.data(), d, room.packed.data(), room.scores.data(), TILE);
+    tile_product<false>(full_rows(), TILE, d, room.narrow_q.data(), d, room.packed.data(), room.scores.data(), TILE);
   }
 
   void add_by_matrix(long from, long to) {
@@ -233,7 +232,7 @@ struct Block {
     int d = pages.head_dim;
     lines_of(pages.values, from, to, lines);
     pack_values(lines, d, room.packed.data());
-    tile_product(full_rows(), d, TILE, room.narrow_weights.data(), TILE, room.packed.data(), room.out.data(), d);
+    tile_product<true>(full_rows(), d, TILE, room.narrow_weights.data(), TILE, room.packed.data(), room.out.data(), d);
   }
 #endif
 
@@ -241,34 +240,35 @@ struct Block {
   template <class S>
   void soften(long from, long to, S* weights) {
     long tile = from / TILE * TILE;
-    vec scale = splat(1.0f / std::sqrt((float)pages.head_dim));
-    for (int m = 0; m < rows(); m++) {
-      float* s = room.scores.data() + m * TILE;
-      int begin = std::max(low(position(m)), from) - tile, end = std::min(position(m) + 1, to) - tile;
-      if (begin > 0) std::fill(s, s + std::min(begin, TILE), NOWHERE);
-      if (end < TILE) std::fill(s + std::max(end, 0), s + TILE, NOWHERE);
-      vec highest = splat(room.top[m]);
-      for (int i = 0; i < TILE; i += W) {
-        vec v = load(s + i) * scale;
-        store(s + i, v);
-        highest = v > highest ? v : highest;
+    const vec scale = splat(1.0f / std::sqrt((float)pages.head_dim));
+    for (int first = 0; first < rows(); first += W) {
+      const int count = std::min(W, rows() - first);
+      vec lines[W];
+      for (vec& line : lines) line = splat(NOWHERE);
+      for (int m = first; m < first + count; m++) {
+        float* s = room.scores.data() + m * TILE;
+        int begin = std::max(low(position(m)), from) - tile, end = std::min(position(m) + 1, to) - tile;
+        if (begin > 0) std::fill(s, s + std::min(begin, TILE), NOWHERE);
+        if (end < TILE) std::fill(s + std::max(end, 0), s + TILE, NOWHERE);
+        lines[m - first] = larger(larger(load(s), load(s + W)), larger(load(s + 2 * W), load(s + 3 * W)));
       }
-      float top = largest(highest);
-      room.base[m] = top == NOWHERE ? 0.0f : top;  // nothing seen so far: all weights are zero
-      room.shrink[m] = room.top[m] - room.base[m];
-      room.top[m] = top;
-    }
-    for (int m = 0; m < rows(); m += W) store(&room.shrink[m], exponential(load(&room.shrink[m])));
-    for (int m = 0; m < rows(); m++) {
-      const float* s = room.scores.data() + m * TILE;
-      vec total = {};
-      for (int i = 0; i < TILE; i += W) {
-        vec e = exponential(load(s + i) - room.base[m]);
-        store(weights + m * TILE + i, e);
-        total += e;
+      vec before = load(&room.top[first]), top = larger(before, largest(lines) * scale);
+      vec base = top == NOWHERE ? splat(0.0f) : top;  // nothing seen so far: all weights are zero
+      vec shrink = exponential(before - base);
+      store(&room.top[first], top);
+      store(&room.base[first], base);
+      store(&room.shrink[first], shrink);
+      for (vec& line : lines) line = vec{};
+      for (int m = first; m < first + count; m++) {
+        const float* s = room.scores.data() + m * TILE;
+        for (int i = 0; i < TILE; i += W) {
+          vec e = exponential(load(s + i) * scale - room.base[m]);
+          store(weights + m * TILE + i, e);
+          lines[m - first] += e;
+        }
+        shrink_row(m);
       }
-      room.weight[m] = room.weight[m] * room.shrink[m] + sum(total);
-      shrink_row(m);
+      store(&room.weight[first], load(&room.weight[first]) * shrink + sums(lines));
     }
   }
 

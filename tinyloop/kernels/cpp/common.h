@@ -115,9 +115,9 @@ inline float sum(vec v) {
   return reduce(v, [](auto a, auto b) { return a + b; });
 }
 
-// Each lane of a plus the lane S apart in the lanes without S, the same of b in those with it.
-template <int S>
-inline vec fold(vec a, vec b) {
+// f of each lane of a and the lane S apart in the lanes without S, the same of b in those with it.
+template <int S, class F>
+inline vec fold(vec a, vec b, F f) {
   constexpr auto from = [](int i, int lane) { return (i & S ? W : 0) + lane; };
 #define LANES(f) {f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7), f(8), f(9), f(10), f(11), f(12), f(13), f(14), f(15)}
 #define LOW(i) from(i, i & ~S)
@@ -126,29 +126,52 @@ inline vec fold(vec a, vec b) {
 #undef LANES
 #undef LOW
 #undef HIGH
-  return __builtin_shuffle(a, b, low) + __builtin_shuffle(a, b, high);
+  return f(__builtin_shuffle(a, b, low), __builtin_shuffle(a, b, high));
 }
 
-template <int S>
-inline void fold_all(vec* v) {
+template <int S, class F>
+inline void fold_all(vec* v, F f) {
 #pragma GCC unroll 8
-  for (int i = 0; i < S; i++) v[i] = fold<S>(v[i], v[i + S]);
+  for (int i = 0; i < S; i++) v[i] = fold<S>(v[i], v[i + S], f);
 }
 
-// The sum of each of 16 vectors, always in the same order.
-inline vec sums(vec* v) {
-  fold_all<8>(v);
-  fold_all<4>(v);
-  fold_all<2>(v);
-  fold_all<1>(v);
+// f over all lanes of each of 16 vectors, always in the same order.
+template <class F>
+inline vec fold_lines(vec* v, F f) {
+  fold_all<8>(v, f);
+  fold_all<4>(v, f);
+  fold_all<2>(v, f);
+  fold_all<1>(v, f);
   return v[0];
 }
+
+inline vec sums(vec* v) {
+  return fold_lines(v, [](vec a, vec b) { return a + b; });
+}
+
+inline vec larger(vec a, vec b) { return a > b ? a : b; }
+
+inline vec largest(vec* v) { return fold_lines(v, larger); }
 
 inline float largest(vec v) {
   return reduce(v, [](auto a, auto b) { return a > b ? a : b; });
 }
 
-// e^x to about 2 ulp; exactly 0 below -87, so a masked score weighs nothing.
+// e^x to about 2 ulp, infinite above 89; exactly 0 below -87, so a masked score weighs nothing (and nothing is denormal,
+// which is slow).
+#if defined(__AVX512F__)
+inline vec exponential(vec x) {
+  __m512 bounded = _mm512_min_ps(_mm512_set1_ps(128.0f), _mm512_max_ps(_mm512_set1_ps(-87.0f), (__m512)x));
+  __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(bounded, _mm512_set1_ps(1.44269504f)), 0);
+  vec r = (vec)bounded - (vec)n * 0.693359375f + (vec)n * 2.12194440e-4f;
+  vec p = splat(1.9875691500e-4f);
+  for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
+    p = p * r + c;
+  p = p * r * r + r + 1.0f;
+  __mmask16 seen = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-87.0f), _CMP_NLT_UQ);
+  return (vec)_mm512_maskz_scalef_ps(seen, (__m512)p, n);
+}
+#else
 inline vec exponential(vec x) {
   vec bounded = x < -87.0f ? splat(-87.0f) : x;
   bounded = bounded > 88.0f ? splat(88.0f) : bounded;
@@ -162,6 +185,7 @@ inline vec exponential(vec x) {
   vec power = (vec)((__builtin_convertvector(n, ivec) + 127) << 23);
   return x < -87.0f ? splat(0.0f) : p * power;
 }
+#endif
 
 #if defined(__AVX512F__)
 // 16 x 16 words: blocks of 1, 2, 4 and 8 change places across the diagonal.

@@ -61,18 +61,27 @@ class Tiles {
 };
 
 // 16 * M rows against 32 columns: tiles 0 to 5 are sums, 6 rows of A, 7 a part of B.
-template <int M>
+template <int M, bool ADD>
 inline void tile_columns(int depth, const bf16* a, int lda, const bf16* b, float* c, int ldc) {
   const int next = 16 * ldc;
-  _tile_loadd(0, c, ldc * 4);
-  _tile_loadd(1, c + 16, ldc * 4);
-  if (M > 1) {
-    _tile_loadd(2, c + next, ldc * 4);
-    _tile_loadd(3, c + next + 16, ldc * 4);
-  }
-  if (M > 2) {
-    _tile_loadd(4, c + 2 * next, ldc * 4);
-    _tile_loadd(5, c + 2 * next + 16, ldc * 4);
+  if (ADD) {
+    _tile_loadd(0, c, ldc * 4);
+    _tile_loadd(1, c + 16, ldc * 4);
+    if (M > 1) {
+      _tile_loadd(2, c + next, ldc * 4);
+      _tile_loadd(3, c + next + 16, ldc * 4);
+    }
+    if (M > 2) {
+      _tile_loadd(4, c + 2 * next, ldc * 4);
+      _tile_loadd(5, c + 2 * next + 16, ldc * 4);
+    }
+  } else {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    _tile_zero(4);
+    _tile_zero(5);
   }
   for (int k = 0; k < depth; k += 32, b += 1024) {
     _tile_loadd(7, b, 64);
@@ -109,15 +118,17 @@ inline void tile_columns(int depth, const bf16* a, int lda, const bf16* b, float
   }
 }
 
-// C[M x N] += A[M x K] B[K x N]: M a multiple of 16, K and N of 32. Tiles must be full.
+// C[M x N] = A[M x K] B[K x N], or += where `ADD`: M a multiple of 16, K and N of 32. Tiles must be full.
+template <bool ADD>
 inline void tile_product(int rows, int columns, int depth, const bf16* a, int lda, const bf16* b, float* c, int ldc) {
   settle();
   for (int n = 0; n < columns; n += 32, b += 32 * depth) {
     int m = 0;
-    for (; m + 48 <= rows; m += 48) tile_columns<3>(depth, a + m * lda, lda, b, c + m * ldc + n, ldc);
-    if (m + 32 <= rows) tile_columns<2>(depth, a + m * lda, lda, b, c + m * ldc + n, ldc), m += 32;
-    if (m < rows) tile_columns<1>(depth, a + m * lda, lda, b, c + m * ldc + n, ldc);
+    for (; m + 48 <= rows; m += 48) tile_columns<3, ADD>(depth, a + m * lda, lda, b, c + m * ldc + n, ldc);
+    if (m + 32 <= rows) tile_columns<2, ADD>(depth, a + m * lda, lda, b, c + m * ldc + n, ldc), m += 32;
+    if (m < rows) tile_columns<1, ADD>(depth, a + m * lda, lda, b, c + m * ldc + n, ldc);
   }
+  settle();
 }
 
 // 64 keys of `depth` elements as the right side of queries x keys: pairs of elements go down, keys go across.
