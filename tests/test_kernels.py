@@ -78,6 +78,26 @@ def test_gates(level: str, dtype: torch.dtype, rows: int, size: int, scale: floa
 
 @many
 @given(
+    dtype=DTYPES,
+    rows=st.integers(1, 9),
+    size=st.integers(1, 300),
+    values=st.sampled_from([3, 1000]),
+    odd=st.sampled_from([0.0, float("nan"), float("inf"), float("-inf")]),
+    seed=st.integers(0, 99),
+)
+def test_the_most_likely_is_the_first_of_the_largest(
+    level: str, dtype: torch.dtype, rows: int, size: int, values: int, odd: float, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    logits = torch.randint(-values, values, (rows, size)).to(dtype)  # with many ties
+    logits[torch.rand(rows, size) < 0.02] = odd
+    for got, exact in zip(native.most_likely(logits), reference.most_likely(logits), strict=True):
+        assert torch.equal(torch.nan_to_num(got), torch.nan_to_num(exact))
+    assert native.most_likely(torch.full((2, size), float("-inf"), dtype=dtype))[1].tolist() == [0, 0]
+
+
+@many
+@given(
     dtype=DTYPES, rows=st.integers(1, 40), kv_heads=st.integers(1, 4), shared=st.integers(1, 4),
     half=st.integers(1, 40), page_size=st.sampled_from([1, 4, 16]), seed=st.integers(0, 99),
 )  # fmt: skip

@@ -24,6 +24,23 @@ def test_greedy_takes_the_largest(logits: np.ndarray) -> None:
     assert Sampler(SamplingParams(temperature=0)).choose(logits)[0] == int(logits.argmax())
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"temperature": 0.5},
+        {"logit_bias": {1: 3.0}},
+        {"repetition_penalty": 1.1},
+        {"presence_penalty": 0.1},
+        {"frequency_penalty": -0.1},
+        {"min_tokens": 1},
+        {"logprobs": 0},
+    ],
+)
+def test_only_a_sampler_that_looks_at_nothing_else_is_plain(more: dict[str, Any]) -> None:
+    assert SamplingParams(temperature=0).plain
+    assert not SamplingParams(**{"temperature": 0, **more}).plain
+
+
 @given(rows, st.floats(0.05, 5), st.floats(0.01, 1), st.integers(0, 5), st.floats(0, 1), st.integers())
 def test_a_drawn_token_is_one_that_the_filters_keep(
     logits: np.ndarray, temperature: float, top_p: float, top_k: int, min_p: float, seed: int
@@ -101,6 +118,8 @@ def test_logprobs_ignore_temperature_and_bias_and_the_logits_stay_unchanged() ->
 def test_logits_that_are_not_numbers_are_an_error() -> None:
     with pytest.raises(FloatingPointError, match="not numbers"):
         Sampler(SamplingParams(temperature=0)).choose(np.array([1, math.nan], np.float32))
+    with pytest.raises(FloatingPointError):
+        Sampler(SamplingParams(temperature=0)).take(1, math.nan)
 
 
 @pytest.mark.parametrize(

@@ -35,16 +35,17 @@ class PackedBatch:
         cls, segments: Sequence[Segment], section: Section, config: ModelConfig, dtype: torch.dtype
     ) -> "PackedBatch":
         planes = [_plane(section, s.loop if section == "core" else 0, config.layout) for s in segments]
-        positions = np.concatenate([np.arange(s.start, s.end) for s in segments])
-        loops = np.repeat([s.loop for s in segments], [s.rows for s in segments])
-        slots = np.concatenate([_slots(s, rows) for s, rows in zip(segments, planes, strict=True)], axis=1)
+        rows, starts = np.array([s.rows for s in segments]), np.array([s.start for s in segments])
+        positions = np.repeat(starts - _before(rows), rows) + np.arange(rows.sum())
+        loops = np.repeat([s.loop for s in segments], rows)
+        slots = np.concatenate([_slots(s, plane) for s, plane in zip(segments, planes, strict=True)], axis=1)
         reads = _reads(segments, planes, config, dtype)
         first = None
         if config.loop_window and section == "core":
             planes = [_plane(section, 0, config.layout)] * len(segments)
             first = _reads(segments, planes, config, dtype) if loops.any() else reads
-        slots = np.ascontiguousarray(slots)
-        return cls(torch.from_numpy(positions), torch.from_numpy(loops), torch.from_numpy(slots), reads, first)
+        at, loop, kept = (torch.from_numpy(array) for array in (positions, loops, slots))
+        return cls(at, loop, kept, reads, first)
 
 
 def flat_slots(segment: Segment, rows: slice) -> NDArray[np.int64]:
@@ -58,32 +59,30 @@ def _plane(section: Section, loop: int, layout: Layout) -> slice:
     return slice(first, first + layout.pages(section))
 
 
-def _slots(segment: Segment, planes: slice) -> NDArray[np.int64]:
-    table = segment.lease.pages
-    block, offset = np.divmod(np.arange(segment.start, segment.end), table.page_size)
-    slots: NDArray[np.int64] = table.ids[planes, block] * table.page_size + offset
+def _before(counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """How many there are of all before each."""
+    return np.cumsum(counts) - counts
+
+
+def _slots(segment: Segment, rows: slice) -> NDArray[np.int64]:
+    """[rows, tokens]. Where a segment's tokens lie stays, so it is found once for all planes and loops."""
+    if segment.slots is None:
+        segment.slots = segment.lease.pages.slots(segment.start, segment.end)
+    slots: NDArray[np.int64] = segment.slots[rows]
     return slots
-
-
-def _blocks(segment: Segment) -> tuple[int, int]:
-    """The blocks `[first, last)` that the segment's rows may look at."""
-    table, window = segment.lease.pages, segment.lease.plan.cache_window
-    first = max(0, segment.start - window + 1) // table.page_size if window else 0
-    return first, (segment.end - 1) // table.page_size + 1
 
 
 def _reads(segments: Sequence[Segment], planes: Sequence[slice], config: ModelConfig, dtype: torch.dtype) -> Reads:
     page_size = segments[0].lease.pages.page_size
-    spans, pages = [], []
-    row = offset = 0
-    for segment, rows in zip(segments, planes, strict=True):
-        first, last = _blocks(segment)
-        spans.append((row, segment.rows, segment.start, segment.lease.plan.cache_window, first * page_size, offset))
-        pages.append(segment.lease.pages.ids[rows, first:last])
-        row, offset = row + segment.rows, offset + last - first
-    ids = np.ascontiguousarray(np.concatenate(pages, axis=1), dtype=np.int64)
+    seen = [(s.rows, s.start, s.lease.plan.cache_window) for s in segments]
+    rows, starts, windows = np.array(seen).T
+    first = np.where(windows > 0, np.maximum(starts - windows + 1, 0) // page_size, 0)  # blocks that they may look at
+    last = (starts + rows - 1) // page_size + 1
+    spans = np.stack([_before(rows), rows, starts, windows, first * page_size, _before(last - first)], axis=1)
+    blocks = zip(segments, planes, first.tolist(), last.tolist(), strict=True)
+    pages = np.concatenate([s.lease.pages.ids[plane, begin:end] for s, plane, begin, end in blocks], axis=1)
     shared = config.num_heads // config.num_kv_heads
-    return Reads(torch.tensor(spans), torch.from_numpy(ids), page_size, shared, dtype, _ahead(segments, config))
+    return Reads(torch.from_numpy(spans), torch.from_numpy(pages), page_size, shared, dtype, _ahead(segments, config))
 
 
 def _ahead(segments: Sequence[Segment], config: ModelConfig) -> Tensor | None:

@@ -43,7 +43,7 @@ def _run(stack: LoopedStack, tokens: Sequence[int], start: int, depth: Tensor, a
         after = stack.core(state, positions, torch.full_like(positions, loop), attend)
         state = torch.where(attend.active[:, 0], after, state)
     attend.active = everyone
-    return stack.head(stack.coda(stack.leave(state), positions, attend))
+    return stack.head(stack.coda(stack.leave(state), positions, attend)).float()
 
 
 class WholeAttention:

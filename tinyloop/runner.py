@@ -7,14 +7,19 @@ decode tokens and prompt chunks, of different requests, at different depths. Who
 runner knows no asyncio, no priorities and no deadlines. One thread at a time.
 """
 
+from __future__ import annotations
+
+import math
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from tinyloop import kernels
 from tinyloop.batch import PackedBatch, flat_slots
 from tinyloop.config import Section
 from tinyloop.kv.cache import PagedAttention, PagedKV
@@ -26,6 +31,19 @@ from tinyloop.tokenizer import Tokenizer
 
 PAGE_SIZE = 16  # tokens
 MAX_CHUNK = 512  # prompt tokens in one segment
+
+
+@dataclass(frozen=True)
+class _Head:
+    """What comes of the head for a segment: the most likely token after its last row and the logit of that, or the
+    logits [rows, vocab_size] in float32."""
+
+    token: int = -1
+    largest: float = math.nan
+    logits: Logits | None = None
+
+
+_NOTHING = _Head()
 
 
 class Runner(Leases):
@@ -137,13 +155,12 @@ class Runner(Leases):
         if not leaving:
             return [], []
         h = self._section("coda", leaving, self.stack.leave(_states(leaving)))
-        wanted = [self._rows_for_head(s) for s in leaving]
-        logits = self._logits(h, leaving, wanted)
         events: list[TokenEvent] = []
         following: list[Segment] = []
-        for segment, rows in zip(leaving, logits, strict=True):
+        for segment, rows in zip(leaving, self._heads(h, leaving), strict=True):
             self._retire(segment)
-            self._score(segment, rows)
+            if rows.logits is not None:
+                self._score(segment, rows.logits)
             event = self._choose(segment, rows)
             if event:
                 events.append(event)
@@ -179,14 +196,24 @@ class Runner(Leases):
         wanted = lease.prompt_logprobs is not None and segment.start < lease.prompt_tokens
         return wanted and len(lease.prompt_logprob_values) < lease.prompt_tokens - 1
 
-    def _logits(self, h: Tensor, segments: Sequence[Segment], wanted: Sequence[int]) -> list[Logits]:
-        """Per segment, [wanted rows, vocab_size] in float32."""
+    def _heads(self, h: Tensor, segments: Sequence[Segment]) -> list[_Head]:
+        """Per segment, what is wanted of its last rows: for a plain sampler the most likely token is enough."""
+        wanted = [self._rows_for_head(s) for s in segments]
         if not any(wanted):
-            return [np.empty((0, self.stack.config.vocab_size), np.float32)] * len(segments)
+            return [_NOTHING] * len(segments)
         ends = list(accumulate(s.rows for s in segments))
         rows = np.concatenate([np.arange(end - count, end) for end, count in zip(ends, wanted, strict=True)])
-        logits = self.stack.head(h[torch.from_numpy(rows)]).numpy(force=True)
-        return np.split(logits, list(accumulate(wanted))[:-1])
+        logits = self.stack.head(h[torch.from_numpy(rows)])
+        largest, tokens = (found.tolist() for found in kernels.most_likely(logits))
+        heads = []
+        for segment, count, end in zip(segments, wanted, accumulate(wanted), strict=True):
+            if not count:
+                heads.append(_NOTHING)
+            elif segment.lease.sampler.plain and not self._scores(segment):
+                heads.append(_Head(tokens[end - 1], largest[end - 1]))
+            else:
+                heads.append(_Head(logits=logits[end - count : end].float().numpy(force=True)))
+        return heads
 
     def _score(self, segment: Segment, logits: Logits) -> None:
         """Log-probabilities of the prompt's own next tokens."""
@@ -197,12 +224,15 @@ class Runner(Leases):
         for row, target in zip(logits, targets, strict=False):  # the last row of the prompt has no target
             lease.prompt_logprob_values.append(logprobs_of(row, target, lease.prompt_logprobs))
 
-    def _choose(self, segment: Segment, logits: Logits) -> TokenEvent | None:
+    def _choose(self, segment: Segment, rows: _Head) -> TokenEvent | None:
         """The next token of the answer, if one is due; decides whether the answer ends with it."""
         lease = segment.lease
         if segment.end != len(lease.tokens) or lease.finish_reason:
             return None
-        token, logprobs = lease.sampler.choose(logits[-1])
+        if rows.logits is None:
+            token, logprobs = lease.sampler.take(rows.token, rows.largest), None
+        else:
+            token, logprobs = lease.sampler.choose(rows.logits[-1])
         return self._accept(lease, token, logprobs, segment.loop)
 
     def _accept(self, lease: Lease, token: int, logprobs: Logprobs | None, loops: int) -> TokenEvent:

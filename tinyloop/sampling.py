@@ -89,6 +89,13 @@ class SamplingParams:
     def greedy(self) -> bool:
         return self.temperature < _COLDEST
 
+    @property
+    def plain(self) -> bool:
+        """Whether the most likely token is all that is wanted: nothing else is done with a row of logits."""
+        changed = self.logit_bias or self.constraint is not None or self.min_tokens or self.repetition_penalty != 1
+        penalised = self.presence_penalty or self.frequency_penalty
+        return self.greedy and self.logprobs is None and not changed and not penalised
+
 
 def _stops(stop: str | Sequence[str]) -> tuple[str, ...]:
     """Always a tuple of texts."""
@@ -115,7 +122,7 @@ class Sampler:
     """Chooses the tokens of one sequence. `stop_ids` are the tokens that end it, banned until `min_tokens`."""
 
     def __init__(self, params: SamplingParams, prompt: Iterable[int] = (), stop_ids: Iterable[int] = ()) -> None:
-        self.params = params
+        self.params, self.plain = params, params.plain
         self.stop_ids = tuple(stop_ids)
         self._rng = np.random.Generator(np.random.Philox(None if params.seed is None else params.seed % 2**64))
         self._answer: Counter[int] = Counter()
@@ -126,8 +133,7 @@ class Sampler:
         """The next token and, if asked for, its log-probabilities. `logits`: [vocab_size], left unchanged."""
         adjusted = self._adjust(logits)
         token = int(adjusted.argmax()) if self.params.greedy else self._draw(adjusted)
-        if math.isnan(adjusted[token]):
-            raise FloatingPointError("the model produced logits that are not numbers")
+        _check(adjusted[token])
         logprobs = None
         if self.params.logprobs is not None:
             logprobs = logprobs_of(logits, token, self.params.logprobs, self.params.logprob_tokens)
@@ -137,6 +143,11 @@ class Sampler:
         if self.params.repetition_penalty != 1:
             self._seen.add(token)
         return token, logprobs
+
+    def take(self, token: int, logit: float) -> int:
+        """The most likely token, where nothing else is wanted (`plain`)."""
+        _check(logit)
+        return token
 
     @property
     def complete(self) -> bool:
@@ -179,6 +190,11 @@ class Sampler:
         cumulative = weights.cumsum()
         drawn = np.searchsorted(cumulative, self._rng.random() * cumulative[-1], side="right")
         return int(min(drawn, np.flatnonzero(weights)[-1]))
+
+
+def _check(logit: float) -> None:
+    if math.isnan(logit):
+        raise FloatingPointError("the model produced logits that are not numbers")
 
 
 def _filtered(weights: NDArray[np.float64], params: SamplingParams) -> NDArray[np.float64]:

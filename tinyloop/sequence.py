@@ -79,6 +79,7 @@ class Segment:
     loops: int  # how many it gets
     loop: int = 0  # how many it has run
     state: Any = None  # what the core carries, [rows, state_size]; None while it is fresh
+    slots: Any = None  # of its tokens in each row of the page table, once they have their pages
     survival: float = 1.0  # probability of not having exited, for the adaptive rule
     whole: bool = False  # cutting it would change what is computed
 

@@ -88,8 +88,8 @@ class LoopedStack:
         return self._run(h, self.config.layout.span("coda"), self._at(positions), attend)
 
     def head(self, h: Tensor) -> Tensor:
-        """Logits [rows, vocab_size] in float32."""
-        return self._head(h if self.config.norm_each_loop else self.norm(h)).float()
+        """Logits [rows, vocab_size]."""
+        return self._head(h if self.config.norm_each_loop else self.norm(h))
 
     def exit_probability(self, state: Tensor) -> Tensor:
         """The probability [rows] of leaving after the loop that left `state`, given that it was reached."""

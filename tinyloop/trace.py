@@ -93,7 +93,7 @@ def _passes(stack: LoopedStack, tokens: Sequence[int], loops: int) -> Iterator[_
         if stack.config.adaptive:
             stayed = stayed * (1 - stack.exit_probability(state))
             exited = 1 - stayed
-        yield _Pass(stack.head(stack.coda(read, positions, attend)), moved, exited)
+        yield _Pass(stack.head(stack.coda(read, positions, attend)).float(), moved, exited)
 
 
 def _views(tokenizer: Tokenizer, passed: _Pass, top: int) -> list[LoopView]:

@@ -4,7 +4,16 @@
 """
 
 from tinyloop.kernels.linear import Int8Linear, Linear
-from tinyloop.kernels.native import attention, heads, program_kernel, rms_norm, rope_write, sigmoid_mul, silu_mul
+from tinyloop.kernels.native import (
+    attention,
+    heads,
+    most_likely,
+    program_kernel,
+    rms_norm,
+    rope_write,
+    sigmoid_mul,
+    silu_mul,
+)
 from tinyloop.kernels.reads import Reads
 from tinyloop.kernels.reference import rope
 
@@ -14,6 +23,7 @@ __all__ = [
     "Reads",
     "attention",
     "heads",
+    "most_likely",
     "program_kernel",
     "rms_norm",
     "rope",

@@ -143,6 +143,16 @@ def attention(q: Tensor, keys: Tensor, values: Tensor, reads: Reads, page_row: i
     return out
 
 
+def most_likely(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """See `reference.most_likely`."""
+    kernel = _kernel("most_likely", logits.dtype)
+    if kernel is None or not _fits(logits):
+        return reference.most_likely(logits)
+    largest, places = logits.new_empty(len(logits)), torch.empty(len(logits), dtype=torch.int64)
+    kernel(logits.data_ptr(), largest.data_ptr(), places.data_ptr(), *logits.shape, torch.get_num_threads())
+    return largest, places
+
+
 def program_kernel(dtype: torch.dtype) -> Any | None:
     """What runs a `Program` of this dtype; None if it is not built."""
     return _kernel("run_program", dtype)

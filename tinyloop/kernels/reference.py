@@ -68,6 +68,12 @@ def linear_int8(x: Tensor, weight: Tensor, scales: Tensor, added: Tensor | None 
     return (total if added is None else total + added).to(x.dtype)
 
 
+def most_likely(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest of each row and where it first stands, [rows] each; a NaN is larger than any number."""
+    largest, places = logits.max(dim=-1)
+    return largest, places
+
+
 def rope_write(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, slots: Tensor
 ) -> Tensor:

@@ -87,13 +87,15 @@ class PagePool:
 class PageTable:
     """The pages of one sequence: `ids[row, block]` holds `page_size` tokens of the plane that owns the row.
 
-    A page that has not been taken yet is NONE. Blocks below `first` were given back (cache_window).
+    A page that has not been taken yet is NONE. Blocks below `first` were given back (cache_window); those of `_full`
+    have all of their pages, so that a token more in a block costs no look at them.
     """
 
     def __init__(self, pool: PagePool, rows: int, page_size: int) -> None:
         self.pool = pool
         self.page_size = page_size
         self.first = 0
+        self._full = range(0)
         self.ids: NDArray[np.int64] = np.full((rows, 8), NONE)
 
     @property
@@ -108,6 +110,8 @@ class PageTable:
     def missing(self, start: int, end: int) -> int:
         """How many pages must be taken before positions `[start, end)` can be written in every plane."""
         blocks = self._blocks(start, end)
+        if self._has(blocks):
+            return 0
         beyond: int = max(0, blocks.stop - max(blocks.start, self.ids.shape[1]))
         empty = np.count_nonzero(self.ids[:, blocks.start : blocks.stop] == NONE)
         return int(empty) + beyond * self.rows
@@ -115,10 +119,20 @@ class PageTable:
     def fill(self, start: int, end: int) -> None:
         """Hold pages in every plane for positions `[start, end)`. Raises OutOfPages."""
         blocks = self._blocks(start, end)
+        if self._has(blocks):
+            return
         self._widen(blocks.stop)
         part = self.ids[:, blocks.start : blocks.stop]
         empty = part == NONE
         part[empty] = self.pool.take(int(empty.sum()))
+        joined = self._full.stop >= blocks.start >= self._full.start
+        self._full = range(self._full.start if joined else blocks.start, blocks.stop)
+
+    def slots(self, start: int, end: int) -> NDArray[np.int64]:
+        """Where positions `[start, end)` lie in the pages of each row, [rows, tokens]: page * page_size + offset."""
+        block, offset = np.divmod(np.arange(start, end), self.page_size)
+        found: NDArray[np.int64] = self.ids[:, block] * self.page_size + offset
+        return found
 
     def adopt(self, block: int, rows: Iterable[int], pages: Iterable[int]) -> None:
         """Hold somebody's pages as well, in these rows of a block."""
@@ -135,12 +149,17 @@ class PageTable:
             self.pool.give(dropped[dropped != NONE].tolist())
             dropped[:] = NONE
             self.first = keep
+            self._full = range(max(self._full.start, keep), max(self._full.stop, keep))
 
     def release(self) -> None:
         """Give everything back."""
         self.pool.give(self.held())
         self.ids[:] = NONE
         self.first = 0
+        self._full = range(0)
+
+    def _has(self, blocks: range) -> bool:
+        return self._full.start <= blocks.start and blocks.stop <= self._full.stop
 
     def _blocks(self, start: int, end: int) -> range:
         return range(start // self.page_size, -(-end // self.page_size))

@@ -93,6 +93,8 @@ KERNEL(silu_mul_float32, tinyloop::silu_mul<float>)
 KERNEL(silu_mul_bfloat16, tinyloop::silu_mul<bf16>)
 KERNEL(sigmoid_mul_float32, tinyloop::sigmoid_mul<float>)
 KERNEL(sigmoid_mul_bfloat16, tinyloop::sigmoid_mul<bf16>)
+KERNEL(most_likely_float32, tinyloop::most_likely<float>)
+KERNEL(most_likely_bfloat16, tinyloop::most_likely<bf16>)
 KERNEL(rope_write_float32, rope_into_pages<float>)
 KERNEL(rope_write_bfloat16, rope_into_pages<bf16>)
 KERNEL(attention_float32, paged_attention<float>)
@@ -112,6 +114,8 @@ PyMethodDef methods[] = {
     METHOD(silu_mul_bfloat16),
     METHOD(sigmoid_mul_float32),
     METHOD(sigmoid_mul_bfloat16),
+    METHOD(most_likely_float32),
+    METHOD(most_likely_bfloat16),
     METHOD(rope_write_float32),
     METHOD(rope_write_bfloat16),
     METHOD(attention_float32),

@@ -57,6 +57,32 @@ void sigmoid_mul(const T* gate, const T* x, T* out, long rows, int n, int thread
   });
 }
 
+// The largest of each row, and where it first stands. A NaN is larger than any number.
+template <class T>
+void most_likely(const T* logits, T* largest, int64_t* places, long rows, long n, int threads) {
+  parallel(threads, rows, [=](long r) {
+    const T* row = logits + r * n;
+    const ivec lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    vec top = splat(-INFINITY);
+    ivec at = lanes, broken = {};
+    strips((int)n, [&](int i, int w) {
+      vec v = w == W ? load(row + i) : load(row + i, w);
+      if (w < W) v = lanes < w ? v : top;
+      ivec more = v > top;
+      at = more ? lanes + i : at;
+      top = more ? v : top;
+      broken |= v != v;
+    });
+    long best = at[0];
+    for (int lane = 1; lane < W; lane++)
+      if (top[lane] > value(row[best]) || (top[lane] == value(row[best]) && at[lane] < best)) best = at[lane];
+    if (std::any_of(&broken[0], &broken[0] + W, [](int lane) { return lane != 0; }))
+      best = std::find_if(row, row + n, [](T x) { return value(x) != value(x); }) - row;
+    largest[r] = row[best];
+    places[r] = best;
+  });
+}
+
 // First half of a head against the second half.
 template <class T>
 void rotate(const T* x, const float* cos, const float* sin, T* out, int half) {
