@@ -104,7 +104,7 @@ def test_the_command_says_what_matters_of_a_folder_and_reads_no_weights(tmp_path
     told = {line[:12].strip(): line[12:] for line in lines}
     assert told["family"] == "ouro"
     assert told["layers"] == "0 prelude, 24 core, 0 coda"
-    assert told["loops"] == "1 to 8, default 4, trained 4, with an exit gate"
+    assert told["loops"] == "1 to 8, default 4, trained 4, exit by gate or distance"
     assert [line for line in lines if line.startswith("KV ")][2] == "KV          784.0 KiB per token at 4"
     assert told["weights"] in ("2,736 MiB in bfloat16", "2,737 MiB in bfloat16")  # the gate is packed with zeros
     assert told["KV budget"] == "1,023 MiB"  # whole pages of 3.06 MiB
@@ -114,8 +114,8 @@ def test_the_command_says_what_matters_of_a_folder_and_reads_no_weights(tmp_path
 
 def test_a_checkpoint_that_holds_its_config_inside_is_opened(smollm2_path: Path) -> None:
     lines = run(str(smollm2_path))
-    assert "1 to 1, default 1, no exit gate" in lines
-    assert "1 to 8, default 2" in run("smollm2")
+    assert "1 to 1, default 1, no early exit" in lines
+    assert "1 to 8, default 2, trained 1, exit by distance" in run("smollm2")
 
 
 def test_of_a_hub_name_only_the_config_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,6 +34,10 @@ class Recurrence:
         """What coda and head read: [rows, hidden_size]."""
         return state
 
+    def latent(self, state: Tensor) -> Tensor:
+        """What of the state a loop moves, and an exit rule looks at: [rows, hidden_size]."""
+        return self.leave(state)
+
 
 @dataclass(frozen=True)
 class NormedRecurrence(Recurrence):

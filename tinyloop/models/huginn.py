@@ -106,7 +106,10 @@ class InjectedRecurrence(Recurrence):
         return torch.cat((run(self.adapter(state)), state.chunk(2, dim=-1)[1]), dim=-1)
 
     def leave(self, state: Tensor) -> Tensor:
-        return self.norm(state.chunk(2, dim=-1)[0].contiguous())
+        return self.norm(self.latent(state))
+
+    def latent(self, state: Tensor) -> Tensor:
+        return state.chunk(2, dim=-1)[0].contiguous()
 
 
 @dataclass(frozen=True)
