@@ -1,12 +1,15 @@
-"""Huginn written straight from its description (arXiv 2502.05171), one sequence, one head at a time, from h = 0.
+"""Huginn written straight from its description (arXiv 2502.05171), one sequence, one head at a time.
 
 Shares no code with the library; it reads the checkpoint's own tensor names. A retrofit of Llama has two norms instead
-of four and turns the halves of a head instead of adjacent channels.
+of four and turns the halves of a head instead of adjacent channels. The core starts from zeros or, with a seed, from
+what is drawn for each position.
 """
 
 import math
 from collections.abc import Callable, Sequence
+from statistics import NormalDist
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,11 +24,15 @@ def forward(
     """Logits [tokens, vocab_size] where each token runs its own depth, and the latent states [tokens, n_embd] that the
     core started from and left after each loop. A token that has stopped shows its last keys and values."""
     width = config["n_embd"]
-    embedding = tensors["transformer.wte.weight"]
-    x = embedding[tokens] * config.get("init_values", {}).get("embed_scale", math.sqrt(width))
+    embedding, scale = tensors["transformer.wte.weight"], config.get("init_values", {}).get("embed_scale")
+    scale = math.sqrt(width) if scale is None else scale
+    x = embedding[tokens] * scale
     for index in range(config["n_layers_in_prelude"]):
         x = _block(tensors, f"transformer.prelude.{index}.", config, x)
     h = torch.zeros(len(tokens), width)
+    if "tinyloop" in config:
+        std = math.sqrt(2 / (5 * width)) * scale * config["tinyloop"].get("start_scale", 1)
+        h = torch.stack([drawn(config["tinyloop"]["start_seed"], std, position, width) for position in range(len(h))])
     states, seen = [h], {}
     for loop in range(max(depths)):
         goes_on = torch.tensor([[loop < depth] for depth in depths])
@@ -39,6 +46,14 @@ def forward(
         h = _block(tensors, f"transformer.coda.{index}.", config, h)
     h = _norm(h, tensors["transformer.ln_f.weight"])
     return h @ (embedding if config["tie_embeddings"] else tensors["lm_head.weight"]).T, states
+
+
+def drawn(seed: int, std: float, position: int, width: int) -> Tensor:
+    """A normal distribution without its ends, by turning its cumulative distribution round."""
+    even = np.random.Generator(np.random.Philox(key=seed, counter=[0, 0, position, 0])).random(width)
+    normal = NormalDist(0, std)
+    low, high = normal.cdf(-3 * std), normal.cdf(3 * std)
+    return torch.tensor([normal.inv_cdf(low + u * (high - low)) for u in even.tolist()])
 
 
 def _block(

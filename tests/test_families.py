@@ -169,6 +169,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "huginn retrofit of llama": lambda: huginn(
         qk_bias=False, num_key_value_heads=2, rope_theta=10000.0, init_values={"embed_scale": 1.0}, tie_embeddings=False
     ),
+    "huginn from a seed": lambda: huginn(tinyloop={"start_seed": 7}),
     "hrm_text": hrm_text,
     "hrm_text prefix_lm": lambda: hrm_text(prefix_lm=True),
     "hrm_text prefix_lm 9 heads, tied": lambda: hrm_text(

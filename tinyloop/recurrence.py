@@ -22,8 +22,8 @@ class Run(Protocol):
 class Recurrence:
     """The base: what a loop makes of the state is the next state."""
 
-    def enter(self, h: Tensor) -> Tensor:
-        """The state before the first loop, from what the prelude left [rows, hidden_size]."""
+    def enter(self, h: Tensor, positions: Tensor) -> Tensor:
+        """The state before the first loop, from what the prelude left [rows, hidden_size]; `positions`: [rows]."""
         return h
 
     def loop(self, state: Tensor, loops: Tensor, run: Run) -> Tensor:

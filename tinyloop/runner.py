@@ -113,7 +113,8 @@ class Runner(Leases):
         if entering:
             ids = np.concatenate([s.lease.tokens[s.start : s.end] for s in entering])
             h = self.stack.embed(torch.from_numpy(ids))
-            self._keep(entering, self.stack.enter(self._section("prelude", entering, h)))
+            positions = torch.from_numpy(np.concatenate([np.arange(s.start, s.end) for s in entering]))
+            self._keep(entering, self.stack.enter(self._section("prelude", entering, h), positions))
 
     def _core(self, segments: Sequence[Segment]) -> None:
         """One loop for every segment; prompt chunks that need nothing of the boundary end here."""

@@ -69,9 +69,9 @@ class LoopedStack:
     def prelude(self, h: Tensor, positions: Tensor, attend: AttendAt) -> Tensor:
         return self._run(h, self.config.layout.span("prelude"), self._at(positions), attend)
 
-    def enter(self, h: Tensor) -> Tensor:
+    def enter(self, h: Tensor, positions: Tensor) -> Tensor:
         """The state that the first loop gets."""
-        return self.recurrence.enter(h)
+        return self.recurrence.enter(h, positions)
 
     def core(self, state: Tensor, positions: Tensor, loops: Tensor, attend: AttendAt) -> Tensor:
         """One loop. `loops` says which loop, from 0, each row is running."""

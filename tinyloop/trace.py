@@ -81,7 +81,7 @@ class _Pass:
 def _passes(stack: LoopedStack, tokens: Sequence[int], loops: int) -> Iterator[_Pass]:
     positions = torch.arange(len(tokens))
     attend = WholeAttention(positions, 0, len(tokens) if stack.config.bidirectional_prompt else 0)
-    state = stack.enter(stack.prelude(stack.embed(torch.tensor(list(tokens))), positions, attend))
+    state = stack.enter(stack.prelude(stack.embed(torch.tensor(list(tokens))), positions, attend), positions)
     stayed = torch.ones(len(tokens))
     for loop in range(loops):
         before, state = state, stack.core(state, positions, torch.full_like(positions, loop), attend)
