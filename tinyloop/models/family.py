@@ -65,6 +65,10 @@ class Family(ABC):
     def config(self, raw: Mapping[str, Any]) -> ModelConfig:
         """The frozen facts of a checkpoint. Raises CheckpointError for what is missing or not supported."""
 
+    def telling(self, config: ModelConfig) -> frozenset[str]:
+        """Tensors that a checkpoint of this config has, if `Weights.has` is asked for some and what it says matters."""
+        return frozenset()
+
     def embedding(self, config: ModelConfig, weights: "Weights") -> Tensor:
         """[vocab_size, hidden_size]."""
         return weights.tensor("model.embed_tokens.weight", config.vocab_size, config.hidden_size)

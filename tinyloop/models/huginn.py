@@ -32,6 +32,7 @@ ONLY = {
     "test_time_noise": 0,
     "quantization_config": None,
 }
+SANDWICHED = "transformer.core_block.0.norm_3.weight"  # a retrofit's layers have two norms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +80,10 @@ class Huginn(Family):
             other_parameters=2 * hidden * hidden,
         )
 
+    def telling(self, config: ModelConfig) -> frozenset[str]:
+        assert isinstance(config, HuginnConfig)
+        return frozenset({SANDWICHED} if config.qk_bias else ())  # retrofits have neither
+
     def embedding(self, config: ModelConfig, weights: Weights) -> Tensor:
         return weights.tensor("transformer.wte.weight", config.vocab_size, config.hidden_size)
 
@@ -86,7 +91,7 @@ class Huginn(Family):
         sections = {"prelude": config.layout.prelude, "core_block": config.layout.core, "coda": config.layout.coda}
         assert isinstance(config, HuginnConfig)
         names = [f"transformer.{section}.{i}" for section, count in sections.items() for i in range(count)]
-        sandwich = weights.has("transformer.core_block.0.norm_3.weight")
+        sandwich = weights.has(SANDWICHED)
         return [(_sandwich if sandwich else _llama)(config, weights, name) for name in names]
 
     def norm(self, config: ModelConfig, weights: Weights) -> RMSNorm:
