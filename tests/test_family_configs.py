@@ -192,6 +192,27 @@ def test_what_would_change_the_computation_is_refused_by_name(name: str, key: st
         config_of(raw)
 
 
+@pytest.mark.parametrize(
+    ("kind", "section", "message"),
+    [
+        (
+            "ouro",
+            {"retrofit": {"prelude": 1, "core": 1}},
+            "tinyloop: 'retrofit' is not for model_type ouro; known is nothing",
+        ),
+        ("llama", {"start_seed": 1}, "tinyloop: 'start_seed' is not for model_type llama; known is retrofit"),
+        (
+            "huginn_raven",
+            {"seed": 1},
+            "tinyloop: 'seed' is not for model_type huginn_raven; known is start_seed, start_",
+        ),
+    ],
+)
+def test_what_a_family_would_not_heed_is_refused(kind: str, section: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        config_of(raw_config(kind, tinyloop=section))
+
+
 @pytest.mark.parametrize("kind", ["inkling2_loop", "inkling2_loop_text"])
 def test_a_looped_model_that_does_not_fit_is_refused_with_the_reason(kind: str) -> None:
     with pytest.raises(CheckpointError, match=f"model_type {kind} is not supported: its short convolutions"):

@@ -60,6 +60,7 @@ class Family(ABC):
     """The base: Llama layers under Llama's names, whose core output simply replaces its input."""
 
     model_types: ClassVar[tuple[str, ...]]
+    ours: ClassVar[tuple[str, ...]] = ()  # what the section "tinyloop" of a config.json may say
 
     @abstractmethod
     def config(self, raw: Mapping[str, Any]) -> ModelConfig:

@@ -45,6 +45,7 @@ class HuginnConfig(ModelConfig):
 
 class Huginn(Family):
     model_types = ("huginn_raven",)
+    ours = ("start_seed", "start_scale")
 
     def config(self, raw: Mapping[str, Any]) -> HuginnConfig:
         facts = Facts(raw)
