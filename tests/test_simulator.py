@@ -233,6 +233,27 @@ def test_the_simulated_engine_runs_out_of_pages_when_the_real_one_does(kind: str
     assert min(available for *_, available, _ in expected) < 10
 
 
+@pytest.mark.parametrize("kind", ["ouro", "llama", "dory", "dory last_loop", "hrm_text prefix_lm"])
+@pytest.mark.parametrize("moment", [1, 8, 30])
+def test_who_yields_reads_the_answer_again_as_in_the_real_engine(kind: str, moment: int) -> None:
+    engine = engine_of(kind)
+    simulated = SimEngine(replace(COSTS, model=facts_of(engine)))
+    req = GenerationRequest(list(range(40)), max_new_tokens=14, loops=3, sampling=GREEDY)
+    seen: list[list[Any]] = []
+    for one, step in ((engine, engine.runner.step), (simulated, simulated.advance)):
+        lease = one.admit(one.prepare(req), None)
+        assert lease is not None
+        seen.append([])
+        while not lease.finish_reason:
+            if len(seen[-1]) == moment:
+                one.suspend(lease)
+                assert one.resume(lease)
+            seen[-1].append([(s.start, s.rows, s.loop, s.loops, s.whole) for s in one.ready()])
+            step(one.ready())
+        one.release(lease)
+    assert seen[0] == seen[1]
+
+
 def test_a_depth_in_one_plane_costs_no_pages() -> None:
     facts = facts_of(engine_of("dory last_loop"))
     assert (facts.one_plane, facts.whole_prompt) == (True, True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -137,10 +138,9 @@ class SimEngine:
         """All that is known is to be read; the last token of an answer goes on as it was."""
         tokens = len(lease.tokens)
         lease.known = tokens - (lease.answer_tokens > 0)
-        lease.todo = [Span(start, end) for start, end in ((0, lease.known), (lease.known, tokens)) if start < end]
-        apart = self.model.whole_prompt or lease.plan.prefill_loops != lease.plan.loops
-        if lease.prompt_tokens < lease.known and apart:
-            lease.todo[:1] = [Span(0, lease.prompt_tokens), Span(lease.prompt_tokens, lease.known)]
+        lease.todo = [
+            Span(start, end) for start, end in pairwise((0, lease.prompt_tokens, lease.known, tokens)) if start < end
+        ]
         lease.token = TokenEvent(lease, 0, "", lease.plan.loops)
         self.leases[lease] = None
         self.changes += 1
@@ -290,6 +290,7 @@ class SimEngine:
             assert lease.token is not None
             events.append(lease.token)
             segment.start, segment.rows, segment.loop, segment.loops = end, 1, 0, lease.plan.loops
+            segment.whole = False
             self.grow(lease, end + 1)
             return True
         if left == 1:
