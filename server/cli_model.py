@@ -69,8 +69,8 @@ def described(found: Inspection) -> Iterator[str]:
 
 def _depths(config: ModelConfig) -> str:
     trained = f", trained {config.trained_loops}" if config.max_loops > 1 else ""
-    gate = "with an exit gate" if config.adaptive else "no exit gate"
-    return f"1 to {config.max_loops}, default {config.default_loops}{trained}, {gate}"
+    exits = f"exit by {' or '.join(config.exit_signals)}" if config.exit_signals else "no early exit"
+    return f"1 to {config.max_loops}, default {config.default_loops}{trained}, {exits}"
 
 
 def _shown_loops(config: ModelConfig) -> list[int]:

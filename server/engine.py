@@ -41,7 +41,7 @@ class ModelInfo:
     max_loops: int
     default_loops: int
     trained_loops: int
-    adaptive: bool
+    exit_signals: tuple[str, ...]  # what exit_threshold can be compared with, the default first
     has_chat_template: bool
     vocab_size: int
     weights: str  # what its matrices are kept in
@@ -123,7 +123,7 @@ class Engine:
             max_loops=config.max_loops,
             default_loops=self.default_loops,
             trained_loops=config.trained_loops,
-            adaptive=config.adaptive,
+            exit_signals=config.exit_signals,
             has_chat_template=self.tokenizer.chat_template is not None,
             vocab_size=config.vocab_size,
             weights="int8" if self.model.stack.int8 else dtype,
@@ -147,7 +147,8 @@ class Engine:
         _check_mode(req)
         loops = self.default_loops if req.loops is None else req.loops
         plan = make_plan(self.model.config, loops=loops, prefill_loops=req.prefill_loops,
-                         exit_threshold=req.exit_threshold, cache_window=req.cache_window)  # fmt: skip
+                         exit_threshold=req.exit_threshold, exit_signal=req.exit_signal,
+                         cache_window=req.cache_window)  # fmt: skip
         if req.min_loops is not None:
             whole("min_loops", req.min_loops, 1, loops)
         prompt = tuple(self.model.encode(req.prompt))

@@ -16,7 +16,8 @@ class GenerationRequest:
     """One request as the caller means it. `prompt` is text or token ids; `loops` None is the model's default.
 
     `min_loops` allows the scheduler to grant fewer loops under pressure; `prefill_loops` None is `loops`;
-    `exit_threshold` only with mode "adaptive"; `cache_window` is how many recent tokens a token attends to, 0 for all.
+    `exit_threshold` only with mode "adaptive", compared with `exit_signal` (None: the model's first); `cache_window` is
+    how many recent tokens a token attends to, 0 for all.
     `prompt_logprobs` n asks for log-probabilities of the prompt's own tokens (None: none). `tenant` says on whose
     behalf this is: inside a priority, tenants get equal shares of the work. `token_ms` is the longest time between two
     tokens that the caller accepts.
@@ -30,6 +31,7 @@ class GenerationRequest:
     min_loops: int | None = field(default=None, kw_only=True)
     prefill_loops: int | None = field(default=None, kw_only=True)
     exit_threshold: float | None = field(default=None, kw_only=True)
+    exit_signal: str | None = field(default=None, kw_only=True)
     cache_window: int = field(default=0, kw_only=True)
     sampling: SamplingParams = field(default=SamplingParams(), kw_only=True)
     cache_salt: str = field(default="", kw_only=True)

@@ -22,6 +22,7 @@ from tinyloop.stack import LoopedStack
 LOGGED = tl.SamplingParams(temperature=0, ignore_eos=True, logprobs=20)
 PROMPT = [3, 141, 59, 26, 53, 58, 97, 93, 238, 46, 26, 43, 38, 32, 79, 50, 28, 84, 197, 16, 93, 99, 37]
 TOLERANCE = 1e-4
+LONG = 32  # tokens of an answer
 Reference = Callable[[Sequence[int], int, int], Tensor]  # tokens, how many are the prompt, loops
 
 
@@ -39,13 +40,20 @@ class Case:
 
     def __post_init__(self) -> None:
         self.stack = self._stack()
-        self.expected = self.reference(self.raw, self.tensors)
+        self._compute, self._computed = self.reference(self.raw, self.tensors), dict[Any, Tensor]()
 
     def _stack(self) -> LoopedStack:
         source, family = RandomTensors(self.scale, self.has), family_of(self.raw)
         stack = LoopedStack(family, family.config(self.raw), Weights(source, torch.float32, torch.device("cpu")))
         self.tensors.update(source.taken)
         return stack
+
+    def expected(self, tokens: Sequence[int], prompt: int, loops: int) -> Tensor:
+        """The reference's logits. They are computed once: the same answer is checked in many ways."""
+        asked = tuple(tokens), prompt, loops
+        if asked not in self._computed:
+            self._computed[asked] = self._compute(*asked)
+        return self._computed[asked]
 
     def model(self, *, pages: int = 3000, page_size: int = 4, max_chunk: int = 512) -> Model:
         memory = pages * PagedKV.page_bytes(self.stack.config, page_size, self.stack.dtype)
@@ -69,12 +77,32 @@ def logits_agree(case: Case) -> None:
         assert expected.std() > 100 * TOLERANCE, "the test needs logits that differ"
 
 
+def prompts_agree(case: Case) -> None:
+    """Prefill alone, in one piece and in chunks: what is said of every token but the first, and of its likeliest
+    rivals."""
+    for settings in ({}, {"max_chunk": 5, "page_size": 16}):
+        runner = case.model(**settings).runner
+        for loops in case.depths:
+            lease = runner.admit(PROMPT, make_plan(runner.config, loops=loops), max_new_tokens=0, sampling=LOGGED,
+                                 prompt_logprobs=20)  # fmt: skip
+            assert lease is not None
+            while not lease.finish_reason:
+                runner.step(runner.ready())
+            runner.release(lease)
+            rows = case.expected(PROMPT, len(PROMPT), loops).log_softmax(-1)
+            for row, token, found in zip(rows, PROMPT[1:], lease.prompt_logprob_values, strict=False):
+                ids, values = zip(*found.top, (token, found.chosen), strict=True)
+                assert torch.allclose(row[list(ids)], torch.tensor(values), atol=TOLERANCE, rtol=0)
+            assert len(lease.prompt_logprob_values) == len(PROMPT) - 1
+        runner.check()
+
+
 def answers_agree(case: Case) -> None:
     """Prefill and decode, the prompt in one piece and in chunks, beyond every window."""
     for settings in ({}, {"max_chunk": 5, "page_size": 16}):
         model = case.model(**settings)
         for loops in case.depths:
-            got = model.generate(PROMPT, max_new_tokens=32, loops=loops, sampling=LOGGED)
+            got = model.generate(PROMPT, max_new_tokens=LONG, loops=loops, sampling=LOGGED)
             case.check(PROMPT, got, loops)
         model.runner.check()
 
@@ -84,7 +112,7 @@ def packed_answers_agree(case: Case) -> None:
     model = case.model(max_chunk=6)
     prompts = [PROMPT[:length] for length in (1, 9, 23, 4, 17, 2)]
     depths = [case.depths[i % len(case.depths)] for i in range(len(prompts))]
-    got = model.generate_batch(prompts, max_new_tokens=12, loops=depths, sampling=LOGGED)
+    got = model.generate_batch(prompts, max_new_tokens=LONG, loops=depths, sampling=LOGGED)
     for prompt, loops, answer in zip(prompts, depths, got, strict=True):
         case.check(prompt, answer, loops)
     model.runner.check()
@@ -97,7 +125,7 @@ def answers_from_a_prefix_agree(case: Case) -> None:
         for asked in case.depths:
             model, pool = case.model(), tl.PrefixPool()
             model.register_prefix(pool, PROMPT[:18], loops=held)
-            got = model.generate_with_pool(pool, PROMPT, max_new_tokens=8, loops=asked, sampling=LOGGED)
+            got = model.generate_with_pool(pool, PROMPT, max_new_tokens=LONG, loops=asked, sampling=LOGGED)
             assert got.cached_tokens == 18
             case.check(PROMPT, got, asked)
             model.runner.check()
@@ -149,7 +177,7 @@ def a_yield_changes_nothing(case: Case) -> None:
 def nothing_is_shared(case: Case) -> None:
     model, pool = case.model(), tl.PrefixPool()
     for loops in (case.depths[0], case.depths[0], case.depths[-1]):
-        got = model.generate_with_pool(pool, PROMPT, max_new_tokens=8, loops=loops, sampling=LOGGED)
+        got = model.generate_with_pool(pool, PROMPT, max_new_tokens=LONG, loops=loops, sampling=LOGGED)
         assert got.cached_tokens == 0
         case.check(PROMPT, got, loops)
     assert model.runner.pool.free == model.runner.pool.num_pages

@@ -29,7 +29,8 @@ def forward(tensors: dict[str, Tensor], config: dict, tokens: list[int], loops: 
         h = _norm(h, tensors["model.norm.weight"], config)
         score = h @ tensors["model.early_exit_gate.weight"][0] + tensors["model.early_exit_gate.bias"][0]
         gates.append(1 / (1 + torch.exp(-score)))
-    return h @ tensors["lm_head.weight"].T, torch.stack(gates)
+    head = tensors["model.embed_tokens.weight" if config["tie_word_embeddings"] else "lm_head.weight"]
+    return h @ head.T, torch.stack(gates)
 
 
 def _layer(w: dict[str, Tensor], config: dict, h: Tensor) -> Tensor:

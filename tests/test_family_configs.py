@@ -58,7 +58,7 @@ PUBLISHED = {
         decoder(896, 4864, 14, 2, 151936, 32768, model_type="qwen2", num_hidden_layers=24, rope_theta=1000000.0,
                 max_window_layers=24, sliding_window=32768, use_sliding_window=False, use_mrope=False,
                 tie_word_embeddings=True),
-        Layout(0, 24, 0), billions=0.494,
+        Layout(0, 24, 0), billions=0.494, facts={"exit_signals": ()},
     ),
     "Qwen3-0.6B": Published(
         decoder(1024, 3072, 16, 8, 151936, 40960, model_type="qwen3", num_hidden_layers=28, rope_theta=1000000,
@@ -71,13 +71,14 @@ PUBLISHED = {
                 rope_theta=1000000.0, rope_scaling=None, sliding_window=None, use_sliding_window=False,
                 max_window_layers=24, total_ut_steps=4, early_exit_threshold=1.0,
                 layer_types=["full_attention"] * 24),
-        Layout(0, 24, 0), (4, 8), 1.434, facts={"adaptive": True},
+        Layout(0, 24, 0), (4, 8), 1.434, facts={"exit_signals": ("gate", "distance")},
     ),
     "Nanbeige4.2-3B": Published(
         decoder(3072, 10752, 48, 8, 166144, 262144, model_type="nanbeige", num_hidden_layers=22, head_dim=128,
                 kv_channels=128, loop_loss_weights=[], num_loops=2, rope_theta=70000000, skip_loop_final_norm=False,
                 initializer_range=0.02),
-        Layout(0, 22, 0), (2, 4), 4.17, facts={"norm_each_loop": True},
+        Layout(0, 22, 0), (2, 4), 4.17,
+        facts={"norm_each_loop": True, "exit_signals": ("distance",)},
     ),
     "Dory-4B": Published(
         transformers.DoryConfig().to_dict(),
@@ -189,6 +190,27 @@ def test_what_would_change_the_computation_is_refused_by_name(name: str, key: st
     named = "rope type 'yarn'" if key == "rope_scaling" else key
     with pytest.raises(CheckpointError, match=named):
         config_of(raw)
+
+
+@pytest.mark.parametrize(
+    ("kind", "section", "message"),
+    [
+        (
+            "ouro",
+            {"retrofit": {"prelude": 1, "core": 1}},
+            "tinyloop: 'retrofit' is not for model_type ouro; known is nothing",
+        ),
+        ("llama", {"start_seed": 1}, "tinyloop: 'start_seed' is not for model_type llama; known is retrofit"),
+        (
+            "huginn_raven",
+            {"seed": 1},
+            "tinyloop: 'seed' is not for model_type huginn_raven; known is start_seed, start_",
+        ),
+    ],
+)
+def test_what_a_family_would_not_heed_is_refused(kind: str, section: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        config_of(raw_config(kind, tinyloop=section))
 
 
 @pytest.mark.parametrize("kind", ["inkling2_loop", "inkling2_loop_text"])

@@ -28,6 +28,10 @@ ASKED: list[tuple[dict[str, Any], dict[str, str], dict[str, Any]]] = [
     ({"loops": {"min": 2, "max": 6}}, {}, {"loops": 6, "min_loops": 2}),
     ({"loops": {"min": 2}}, {"x-tinyloop-loops": "7"}, {"loops": None, "min_loops": 2}),
     ({"loops": {"max": 6, "exit_threshold": 0.9}}, {}, {"loops": 6, "mode": "adaptive", "exit_threshold": 0.9}),
+    ({"loops": {"exit_threshold": 0.03, "exit_signal": "distance"}}, {},
+     {"mode": "adaptive", "exit_threshold": 0.03, "exit_signal": "distance"}),
+    ({"exit_threshold": 0.03, "exit_signal": "distance"}, {},
+     {"mode": "adaptive", "exit_threshold": 0.03, "exit_signal": "distance"}),
     ({"loops": {}}, {}, {"loops": None}),
     ({"loops": {"min": 2, "max": 6}, "min_loops": 2}, {}, {"loops": 6, "min_loops": 2}),
     ({}, {"x-tinyloop-loops": "auto"}, {"loops": None, "min_loops": 1}),
@@ -51,7 +55,7 @@ async def test_every_way_to_ask_for_a_depth(
     async with served() as (client, engine):
         response = await client.post(url, json=body, headers=headers)
     assert response.status_code == 200, response.text
-    default = {"loops": None, "min_loops": None, "mode": "generate", "exit_threshold": None}
+    default = {"loops": None, "min_loops": None, "mode": "generate", "exit_threshold": None, "exit_signal": None}
     seen = {name: getattr(engine.seen[0], name) for name in default}
     assert seen == default | expected
 
@@ -64,6 +68,8 @@ WRONG: list[tuple[str, dict[str, Any], dict[str, str]]] = [
     ("min_loops", {"loops": {"min": 5, "max": 4}}, {}),
     ("min_loops", {"loops": {"min": 2, "max": 4}, "min_loops": 3}, {}),
     ("exit_threshold", {"loops": {"exit_threshold": 0.5}, "exit_threshold": 0.6}, {}),
+    ("exit_signal", {"exit_threshold": 0.5, "exit_signal": "kl"}, {}),
+    ("exit_signal", {"loops": {"exit_signal": "gate"}, "exit_signal": "distance"}, {}),
     ("loops", {"tinyloop": {"loops": 3}, "loops": 4}, {}),
     ("tinyloop", {"tinyloop": 3}, {}),
     ("tinyloop.depth", {"tinyloop": {"depth": 3}}, {}),
@@ -154,10 +160,11 @@ async def test_the_answer_tells_what_was_run_for_its_tokens(engine: Engine, stre
     assert report["tpot_ms"] == pytest.approx((report["total_ms"] - report["ttft_ms"]) / 5, abs=0.002)
 
 
-async def test_tokens_that_exit_early_are_counted_by_their_depth(engine: Engine) -> None:
+@pytest.mark.parametrize("rule", [{"exit_threshold": 0.7}, {"exit_threshold": 0.8, "exit_signal": "distance"}])
+async def test_tokens_that_exit_early_are_counted_by_their_depth(engine: Engine, rule: dict[str, Any]) -> None:
     body = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 20, "ignore_eos": True, "temperature": 0}
     async with served(engine) as (client, _):
-        span = {"max": 4, "exit_threshold": 0.7}
+        span = {"max": 4, **rule}
         report = (await client.post(COMPLETIONS, json={**body, "loops": span})).json()["tinyloop"]
     used = {int(loops): count for loops, count in report["loops_histogram"].items()}
     assert sum(used.values()) == 20

@@ -294,7 +294,8 @@ async def test_the_models_facts() -> None:
     async with serving(pages=100) as (client, engine):
         facts = (await client.get(f"{URL}/model")).json()
     assert (facts["id"], facts["family"], facts["vocab_size"]) == ("tiny", "ouro", 259)
-    assert facts["loops"] == {"min": 1, "max": engine.info.max_loops, "default": 4, "trained": 4, "adaptive": True}
+    assert facts["loops"] == {"min": 1, "max": engine.info.max_loops, "default": 4, "trained": 4, "adaptive": True,
+                              "exit_signals": ["gate", "distance"]}  # fmt: skip
     assert facts["pages"] == {"num_pages": 100, "available": 100, "page_size": 4}
     async with served() as (client, _):
         assert (await client.get(f"{URL}/model")).json()["id"] == INFO.id

@@ -81,7 +81,8 @@ async def test_a_model_is_found_under_its_name_slashes_and_all(name: str) -> Non
     assert listed["data"] == [single]
     assert single["id"] == INFO.id
     assert single["max_model_len"] == INFO.max_context
-    assert single["tinyloop"]["loops"] == {"min": 1, "max": 8, "default": 4, "trained": 4, "adaptive": True}
+    depths = {"min": 1, "max": 8, "default": 4, "trained": 4, "adaptive": True, "exit_signals": ["gate", "distance"]}
+    assert single["tinyloop"]["loops"] == depths
 
 
 async def test_an_unknown_model_is_404() -> None:

@@ -186,10 +186,12 @@ async def test_what_can_never_run_is_refused_at_the_door() -> None:
             (RequestError, request([1], mode="speculative")),
             (RequestError, request([1], mode="adaptive")),
             (RequestError, request([1], exit_threshold=0.5)),
+            (RequestError, request([1], exit_signal="distance")),
+            (RequestError, request([1], mode="adaptive", exit_threshold=0.5, exit_signal="kl")),
         ):
             with pytest.raises(error):
                 await scheduler.submit(req)
-        assert metric(scheduler, "tinyloop_requests_total", outcome="rejected", reason="invalid") == 7
+        assert metric(scheduler, "tinyloop_requests_total", outcome="rejected", reason="invalid") == 9
 
 
 async def test_default_loops_of_the_server_replace_the_models_own() -> None:

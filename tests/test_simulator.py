@@ -36,6 +36,7 @@ from server.simulation.recorder import Histogram, Recorder, Series
 from server.simulation.replica import Clock, Replica, Server
 from server.simulation.trace import Arrival, Choice, Trace, poisson, with_loops
 from server.types import GenerationRequest
+from tests.test_families import case_of
 from tests.tiny_models import GREEDY, RETROFIT, tiny_model
 from tinyloop.errors import TinyLoopError
 from tinyloop.kv.prefix import PrefixPool
@@ -206,12 +207,57 @@ def test_the_same_seed_gives_the_same_report() -> None:
 # Against the real engine
 
 
-@pytest.mark.parametrize("kind", ["ouro", "llama"])
+def engine_of(kind: str, pages: int = 900) -> Engine:
+    """Of a tiny model: loops with planes of their own, with a coda, in one plane, or over a prompt read both ways."""
+    if kind in ("ouro", "llama"):
+        changes: dict[str, Any] = {} if kind == "ouro" else {"tinyloop": RETROFIT}
+        return Engine(tiny_model(kind, pages=pages, max_chunk=24, **changes))
+    return Engine(case_of(kind).model(pages=pages, max_chunk=24))
+
+
+@pytest.mark.parametrize("kind", ["ouro", "llama", "dory", "dory last_loop", "hrm_text prefix_lm"])
 def test_the_simulated_engine_takes_the_steps_of_the_real_one(kind: str) -> None:
-    changes: dict[str, Any] = {} if kind == "ouro" else {"tinyloop": RETROFIT}
-    engine = Engine(tiny_model(kind, pages=900, max_chunk=24, **changes))
+    engine = engine_of(kind)
     simulated = SimEngine(replace(COSTS, model=facts_of(engine)))
     assert _history(simulated, simulated.advance) == _history(engine, lambda s: _real_step(engine, s))
+
+
+@pytest.mark.parametrize(("kind", "pages", "yields"), [("dory last_loop", 120, 2), ("hrm_text prefix_lm", 76, 0)])
+def test_the_simulated_engine_runs_out_of_pages_when_the_real_one_does(kind: str, pages: int, yields: int) -> None:
+    """No prefix is kept of these, so who yields reads everything again in either."""
+    engine = engine_of(kind, pages)
+    simulated = SimEngine(replace(COSTS, model=facts_of(engine)))
+    expected = _history(engine, lambda s: _real_step(engine, s))
+    assert _history(simulated, simulated.advance) == expected
+    assert expected[-1][-1] == yields
+    assert min(available for *_, available, _ in expected) < 10
+
+
+@pytest.mark.parametrize("kind", ["ouro", "llama", "dory", "dory last_loop", "hrm_text prefix_lm"])
+@pytest.mark.parametrize("moment", [1, 8, 30])
+def test_who_yields_reads_the_answer_again_as_in_the_real_engine(kind: str, moment: int) -> None:
+    engine = engine_of(kind)
+    simulated = SimEngine(replace(COSTS, model=facts_of(engine)))
+    req = GenerationRequest(list(range(40)), max_new_tokens=14, loops=3, sampling=GREEDY)
+    seen: list[list[Any]] = []
+    for one, step in ((engine, engine.runner.step), (simulated, simulated.advance)):
+        lease = one.admit(one.prepare(req), None)
+        assert lease is not None
+        seen.append([])
+        while not lease.finish_reason:
+            if len(seen[-1]) == moment:
+                one.suspend(lease)
+                assert one.resume(lease)
+            seen[-1].append([(s.start, s.rows, s.loop, s.loops, s.whole) for s in one.ready()])
+            step(one.ready())
+        one.release(lease)
+    assert seen[0] == seen[1]
+
+
+def test_a_depth_in_one_plane_costs_no_pages() -> None:
+    facts = facts_of(engine_of("dory last_loop"))
+    assert (facts.one_plane, facts.whole_prompt) == (True, True)
+    assert facts.layout.rows(8) == facts.layout.rows(1) < replace(facts, one_plane=False).layout.rows(8)
 
 
 def _real_step(engine: Engine, segments: list[Any]) -> tuple[Any, float]:
@@ -242,9 +288,8 @@ def _history(engine: Any, step: Callable[[list[Any]], tuple[Any, float]]) -> lis
         report, seconds = step(segments)
         clock.now += seconds
         dispatcher.complete(segments, report, seconds)
-        history.append(
-            (report.rows, report.boundary_rows, len(report.tokens), len(report.finished), round(clock.now, 9))
-        )
+        done = report.rows, report.boundary_rows, len(report.tokens), len(report.finished), round(clock.now, 9)
+        history.append((*done, engine.usage().available, metrics.preemptions))
     assert not dispatcher.busy
     return history
 
@@ -362,6 +407,8 @@ def test_a_broken_trace_gets_one_clear_error(tmp_path: Path, name: str, text: st
         lambda raw: {**raw, "core": {**raw["core"], "more": 1}},
         lambda raw: {**raw, "turn": None},
         lambda raw: {**raw, "model": {**raw["model"], "page_size": 0}},
+        lambda raw: {**raw, "model": {**raw["model"], "one_plane": 1}},
+        lambda raw: {**raw, "model": {**raw["model"], "whole_prompt": "yes"}},
         lambda raw: {name: value for name, value in raw.items() if name != "head"},
         lambda raw: {**raw, "head": {**raw["head"], "fixed": math.nan}},
     ],

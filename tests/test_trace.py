@@ -48,7 +48,7 @@ def states(model: Model, tokens: list[int], loops: int) -> list[torch.Tensor]:
     lease = runner.admit(tokens, make_plan(model.config, loops=loops), max_new_tokens=1, sampling=GREEDY)
     assert lease is not None
     with torch.inference_mode():
-        seen = [stack.leave(stack.enter(stack.embed(torch.tensor(tokens))))]
+        seen = [stack.leave(stack.enter(stack.embed(torch.tensor(tokens)), torch.arange(len(tokens))))]
         for _ in range(loops):
             runner.step(runner.ready())
             seen.append(stack.leave(lease.segments[0].state))

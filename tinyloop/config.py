@@ -11,6 +11,7 @@ from tinyloop.errors import CheckpointError
 
 MOST_LAYERS = 4096
 Section = Literal["prelude", "core", "coda"]
+ExitSignal = Literal["gate", "distance"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,8 +119,8 @@ class ModelConfig:
 
     The core carries `carried` vectors of `hidden_size` from loop to loop: one, or as many as the family keeps beside
     it. `rotary` are the tables of rotary angles that layers choose from. `loop_decay` is the retrofit's step schedule
-    (None: each loop replaces the state). `trained_loops` is the depth the weights were trained at; `adaptive` says
-    whether the checkpoint has an exit signal.
+    (None: each loop replaces the state). `trained_loops` is the depth the weights were trained at; `exit_gate` says
+    whether the checkpoint learned when to leave.
     """
 
     family: str
@@ -139,7 +140,7 @@ class ModelConfig:
     max_loops: int = 1
     trained_loops: int = 1
     loop_decay: float | None = None
-    adaptive: bool = False
+    exit_gate: bool = False
     embedding_scale: float = 1.0
     norm_each_loop: bool = False  # a loop ends with the final norm, so the head needs none
     loop_window: int = 0  # every loop also reads the first loop's plane, and so many tokens of its own; 0: only its own
@@ -177,6 +178,17 @@ class ModelConfig:
     def whole_prompt(self) -> bool:
         """Whether what is computed depends on where the prompt is cut, so that it runs in one piece and alone."""
         return self.layout.one_plane or self.bidirectional_prompt
+
+    @property
+    def exit_signals(self) -> tuple[ExitSignal, ...]:
+        """What tells when an answer token may leave the core, the default first; nothing where there is one loop.
+
+        "gate": the learned probability of having left by then. "distance": how far the last loop moved the state, as a
+        part of its size, which every looped model has.
+        """
+        if self.max_loops == 1:
+            return ()
+        return ("gate", "distance") if self.exit_gate else ("distance",)
 
     @property
     def kv_elements(self) -> int:

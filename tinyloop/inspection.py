@@ -60,7 +60,8 @@ def inspect(raw: dict[str, Any], dtype: torch.dtype, *, int8: bool = False, kv_m
 
 def weight_bytes(family: Family, config: ModelConfig, dtype: torch.dtype, int8: bool) -> int:
     """Bytes that the weights take once they are loaded."""
-    stack = LoopedStack(family, config, Weights(_Shapes(), dtype, torch.device("meta"), int8))
+    shapes = _Shapes(family.telling(config))
+    stack = LoopedStack(family, config, Weights(shapes, dtype, torch.device("meta"), int8))
     total = stack_bytes(stack)
     if config.tie_embeddings and not int8 and _is_reordered(dtype):
         total += stack.embedding.nbytes  # rows to look up, and the same reordered to multiply with
@@ -88,11 +89,14 @@ def prefix_rule(config: ModelConfig) -> str:
     return rule + ("; the coda is rebuilt for each depth" if config.layout.coda else "")
 
 
+@dataclass(frozen=True)
 class _Shapes:
-    """A checkpoint of tensors without memory."""
+    """A checkpoint of tensors without memory. Who asks is told only of those in `telling`."""
+
+    telling: frozenset[str]
 
     def has(self, name: str) -> bool:
-        return False
+        return name in self.telling
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         return torch.empty(shape, device="meta")

@@ -105,12 +105,13 @@ class Model:
         loops: int | None = None,
         prefill_loops: int | None = None,
         exit_threshold: float | None = None,
+        exit_signal: str | None = None,
         cache_window: int = 0,
         sampling: SamplingParams = SamplingParams(),  # noqa: B008 - frozen
     ) -> Generation:
         """Answer one prompt (text or token ids). Raises RequestError naming the field that is out of bounds."""
         plan = make_plan(self.config, loops=loops, prefill_loops=prefill_loops, exit_threshold=exit_threshold,
-                         cache_window=cache_window)  # fmt: skip
+                         exit_signal=exit_signal, cache_window=cache_window)  # fmt: skip
         return self._run([self._job(prompt, plan, max_new_tokens, sampling)])[0]
 
     def generate_batch(
@@ -175,12 +176,13 @@ class Model:
         loops: int | None = None,
         prefill_loops: int | None = None,
         exit_threshold: float | None = None,
+        exit_signal: str | None = None,
         cache_window: int = 0,
         sampling: SamplingParams = SamplingParams(),  # noqa: B008 - frozen
     ) -> Iterator[TokenEvent]:
         """The tokens of one answer as they are made; `.text` is what became readable with each."""
         plan = make_plan(self.config, loops=loops, prefill_loops=prefill_loops, exit_threshold=exit_threshold,
-                         cache_window=cache_window)  # fmt: skip
+                         exit_signal=exit_signal, cache_window=cache_window)  # fmt: skip
         return Batch(self.runner, [self._job(prompt, plan, max_new_tokens, sampling)]).events()
 
     def score(self, prompt: Prompt, loops: int | None = None) -> list[float]:

@@ -37,7 +37,7 @@ def _run(stack: LoopedStack, tokens: Sequence[int], start: int, depth: Tensor, a
     positions = torch.arange(start, start + len(tokens))
     everyone = torch.ones(1, 1, 1, dtype=torch.bool)
     attend.start, attend.active = start, everyone
-    state = stack.enter(stack.prelude(stack.embed(torch.tensor(list(tokens))), positions, attend))
+    state = stack.enter(stack.prelude(stack.embed(torch.tensor(list(tokens))), positions, attend), positions)
     for loop in range(int(depth.max())):
         attend.active = (loop < depth)[:, None, None]
         after = stack.core(state, positions, torch.full_like(positions, loop), attend)

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from tinyloop.arguments import number, shown, whole
-from tinyloop.config import Layout, ModelConfig, Section
+from tinyloop.config import ExitSignal, Layout, ModelConfig, Section
 from tinyloop.errors import RequestError
 
 
@@ -23,9 +23,10 @@ class Slot(NamedTuple):
 class LoopPlan:
     """Depth of one request. Equal plans may be batched as one homogeneous group.
 
-    Prompt tokens run `prefill_loops`, answer tokens `loops`. With `exit_threshold` an answer token leaves the core at
-    the first loop where its probability of having exited reaches the threshold. A token attends to the `cache_window`
-    most recent tokens, itself included; 0 means all.
+    Prompt tokens run `prefill_loops`, answer tokens `loops`. With `exit_threshold` an answer token leaves the core
+    after the first loop where its probability of having exited reaches the threshold, or, if the signal is "distance",
+    where the loop moved the state by less. A token attends to the `cache_window` most recent tokens, itself included; 0
+    means all.
 
     A token that ran fewer loops than a later one keeps its last plane's keys and values in the deeper planes too, so
     that every plane a loop reads is complete (key-value sharing over depth: Geiping et al. 2025, Zhu et al. 2025).
@@ -35,6 +36,7 @@ class LoopPlan:
     loops: int
     prefill_loops: int
     exit_threshold: float | None = None
+    exit_signal: ExitSignal | None = None  # None exactly where there is no threshold
     cache_window: int = 0
 
     @property
@@ -69,24 +71,38 @@ def make_plan(
     loops: int | None = None,
     prefill_loops: int | None = None,
     exit_threshold: float | None = None,
+    exit_signal: str | None = None,
     cache_window: int = 0,
 ) -> LoopPlan:
-    """A plan within the model's bounds. Raises RequestError that names the field and its bounds."""
+    """A plan within the model's bounds; the exit signal is the model's first unless one is named. Raises RequestError
+    that names the field and its bounds."""
     loops = config.default_loops if loops is None else loops
     prefill_loops = loops if prefill_loops is None else prefill_loops
     for name, value in (("loops", loops), ("prefill_loops", prefill_loops)):
         whole(name, value, 1, config.max_loops)
     whole("cache_window", cache_window, 0)
-    if exit_threshold is not None:
-        _check_exit(config, exit_threshold)
+    signal = _signal(config, exit_threshold, exit_signal)
     window = 0 if cache_window >= config.max_context else cache_window
     return LoopPlan(layout=config.layout, loops=loops, prefill_loops=prefill_loops, exit_threshold=exit_threshold,
-                    cache_window=window)  # fmt: skip
+                    exit_signal=signal, cache_window=window)  # fmt: skip
 
 
-def _check_exit(config: ModelConfig, threshold: float) -> None:
-    if not config.adaptive:
+def _signal(config: ModelConfig, threshold: float | None, named: str | None) -> ExitSignal | None:
+    """What the threshold is compared with, if there is one."""
+    offered = config.exit_signals
+    if threshold is None:
+        if named is not None:
+            raise RequestError("exit_signal", "exit_signal needs exit_threshold")
+        return None
+    if not offered:
         raise RequestError("exit_threshold", f"exit_threshold: family {config.family} offers no exit signal")
+    signal = next((one for one in offered if named in (None, one)), None)
+    if signal is None:
+        raise RequestError("exit_signal", f"exit_signal must be one of {', '.join(offered)}, got {shown(named)}")
+    if signal == "distance":
+        number("exit_threshold", threshold, 0, 1)
+        return signal
     number("exit_threshold", threshold)
     if not 0 < threshold <= 1:
         raise RequestError("exit_threshold", f"exit_threshold must be above 0 and at most 1, got {shown(threshold)}")
+    return signal

@@ -22,8 +22,8 @@ class Run(Protocol):
 class Recurrence:
     """The base: what a loop makes of the state is the next state."""
 
-    def enter(self, h: Tensor) -> Tensor:
-        """The state before the first loop, from what the prelude left [rows, hidden_size]."""
+    def enter(self, h: Tensor, positions: Tensor) -> Tensor:
+        """The state before the first loop, from what the prelude left [rows, hidden_size]; `positions`: [rows]."""
         return h
 
     def loop(self, state: Tensor, loops: Tensor, run: Run) -> Tensor:
@@ -33,6 +33,10 @@ class Recurrence:
     def leave(self, state: Tensor) -> Tensor:
         """What coda and head read: [rows, hidden_size]."""
         return state
+
+    def latent(self, state: Tensor) -> Tensor:
+        """What of the state a loop moves, and an exit rule looks at: [rows, hidden_size]."""
+        return self.leave(state)
 
 
 @dataclass(frozen=True)

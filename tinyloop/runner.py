@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from tinyloop import kernels
 from tinyloop.batch import PackedBatch, flat_slots
-from tinyloop.config import Section
+from tinyloop.config import ExitSignal, Section
 from tinyloop.kv.cache import PagedAttention, PagedKV
 from tinyloop.leases import Leases
 from tinyloop.sampling import Logits, Logprobs, logprobs_of
@@ -130,7 +131,8 @@ class Runner(Leases):
         if entering:
             ids = np.concatenate([s.lease.tokens[s.start : s.end] for s in entering])
             h = self.stack.embed(torch.from_numpy(ids))
-            self._keep(entering, self.stack.enter(self._section("prelude", entering, h)))
+            positions = torch.from_numpy(np.concatenate([np.arange(s.start, s.end) for s in entering]))
+            self._keep(entering, self.stack.enter(self._section("prelude", entering, h), positions))
 
     def _core(self, segments: Sequence[Segment]) -> None:
         """One loop for every segment; prompt chunks that need nothing of the boundary end here."""
@@ -138,12 +140,13 @@ class Runner(Leases):
             return
         batch = PackedBatch.build(segments, "core", self.stack.config, self.stack.dtype)
         attend = PagedAttention(self.kv, batch)
-        state = self.stack.core(_states(segments), batch.positions, batch.loops, attend)
+        before = _states(segments)
+        state = self.stack.core(before, batch.positions, batch.loops, attend)
         self.kv.keep_states(batch.slots[0], state)
         self._keep(segments, state)
         for segment in segments:
             segment.loop += 1
-        self._apply_exits(segments)
+        self._apply_exits(segments, before, state)
         for segment in segments:
             if segment.loop >= segment.loops:
                 self._fill_planes(segment)
@@ -266,16 +269,18 @@ class Runner(Leases):
 
     # Depth
 
-    def _apply_exits(self, segments: Sequence[Segment]) -> None:
-        """Adaptive depth: stop at the first loop where the chance of having exited reaches the threshold."""
-        adaptive = [s for s in segments if s.lease.plan.exit_threshold is not None and not s.is_prompt]
-        if not adaptive:
-            return
-        chances = self.stack.exit_probability(_states(adaptive)).tolist()
-        for segment, chance in zip(adaptive, chances, strict=True):
-            segment.survival *= 1 - chance
-            if 1 - segment.survival >= (segment.lease.plan.exit_threshold or 0):
-                segment.loops = segment.loop
+    def _apply_exits(self, segments: Sequence[Segment], before: Tensor, after: Tensor) -> None:
+        """Adaptive depth: an answer token leaves after the first loop where the signal of its plan says so."""
+        asking = defaultdict[ExitSignal, list[tuple[Segment, int]]](list)  # with their rows
+        for segment, end in zip(segments, accumulate(s.rows for s in segments), strict=True):
+            if (signal := segment.lease.plan.exit_signal) and not segment.is_prompt:
+                asking[signal].append((segment, end - 1))
+        for signal, asked in asking.items():
+            rows = torch.tensor([row for _, row in asked])
+            values = self.stack.exit_signal(signal, before[rows], after[rows]).tolist()
+            for (segment, _), value in zip(asked, values, strict=True):
+                if segment.leaves(value):
+                    segment.loops = segment.loop
 
     def _fill_planes(self, segment: Segment) -> None:
         """Tokens that stop early leave their last plane's keys and values in the deeper planes of the plan."""

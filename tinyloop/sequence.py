@@ -79,8 +79,12 @@ class Segment:
     loops: int  # how many it gets
     loop: int = 0  # how many it has run
     state: Any = None  # what the core carries, [rows, state_size]; None while it is fresh
+<<<<<<< HEAD
     slots: Any = None  # of its tokens in each row of the page table, once they have their pages
     survival: float = 1.0  # probability of not having exited, for the adaptive rule
+=======
+    survival: float = 1.0  # probability of not having exited, by the gate
+>>>>>>> 8f3ea3096ef25e8ed34eb0b317cd1a0aa4e6c6aa
     whole: bool = False  # cutting it would change what is computed
 
     @property
@@ -100,6 +104,15 @@ class Segment:
     @property
     def is_prompt(self) -> bool:
         return self.start < self.lease.known
+
+    def leaves(self, signal: float) -> bool:
+        """Whether it leaves the core after the loop that gave this exit signal. To be asked once after each loop."""
+        plan = self.lease.plan
+        threshold = plan.exit_threshold or 0.0
+        if plan.exit_signal == "distance":
+            return signal < threshold
+        self.survival *= 1 - signal
+        return 1 - self.survival >= threshold
 
     def trim(self, rows: int) -> Segment:
         """Shorten a fresh segment to at most `rows` tokens, unless it is whole; what is cut off is offered again."""

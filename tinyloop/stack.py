@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tinyloop.config import ModelConfig, Rotary
+from tinyloop.config import ExitSignal, ModelConfig, Rotary
 from tinyloop.kernels.program import Program, Recorder, record
 from tinyloop.layers import At, Rope
 
 if TYPE_CHECKING:
     from tinyloop.models.family import Family, Weights
+
+TINY = 1e-30  # a state may be all zeros
 
 
 class AttendAt(Protocol):
@@ -67,9 +69,9 @@ class LoopedStack:
     def prelude(self, h: Tensor, positions: Tensor, attend: AttendAt) -> Tensor:
         return self._run(h, self.config.layout.span("prelude"), self._at(positions), attend)
 
-    def enter(self, h: Tensor) -> Tensor:
+    def enter(self, h: Tensor, positions: Tensor) -> Tensor:
         """The state that the first loop gets."""
-        return self.recurrence.enter(h)
+        return self.recurrence.enter(h, positions)
 
     def core(self, state: Tensor, positions: Tensor, loops: Tensor, attend: AttendAt) -> Tensor:
         """One loop. `loops` says which loop, from 0, each row is running."""
@@ -93,8 +95,18 @@ class LoopedStack:
 
     def exit_probability(self, state: Tensor) -> Tensor:
         """The probability [rows] of leaving after the loop that left `state`, given that it was reached."""
-        assert self.exit_gate is not None, "this family has no exit signal"
+        assert self.exit_gate is not None, "this family has no exit gate"
         return torch.sigmoid(self.exit_gate(state).float()).squeeze(-1)
+
+    def distance(self, before: Tensor, after: Tensor) -> Tensor:
+        """How far [rows] a loop moved the state: `|h_r - h_(r-1)| / |h_r|` (Geiping et al. 2025)."""
+        old, new = (self.recurrence.latent(state).float() for state in (before, after))
+        moved, size = ((x * x).sum(-1).sqrt() for x in (new - old, new))
+        return moved / size.clamp_min(TINY)
+
+    def exit_signal(self, signal: ExitSignal, before: Tensor, after: Tensor) -> Tensor:
+        """The signal [rows] after a loop that made `after` of `before`."""
+        return self.exit_probability(after) if signal == "gate" else self.distance(before, after)
 
     def _run(self, h: Tensor, layers: Sequence[int], at: At, attend: AttendAt) -> Tensor:
         if layers and (program := self._program(layers)):

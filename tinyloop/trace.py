@@ -15,8 +15,6 @@ from tinyloop.oracle import WholeAttention
 from tinyloop.stack import LoopedStack
 from tinyloop.tokenizer import Tokenizer
 
-TINY = 1e-30  # Huginn starts from a state of zeros
-
 
 @dataclass(frozen=True)
 class Guess:
@@ -32,8 +30,8 @@ class LoopView:
     """One token after one loop.
 
     `top`: the likeliest next tokens, best first. `entropy`: of all next tokens, in nats. `distance`: how far the loop
-    moved what coda and head read, `|h_r - h_(r-1)| / |h_r|` (the exit signal of Geiping et al. 2025). `exited`: the
-    probability of having left by then, which `exit_threshold` is compared with; None where the family has no gate.
+    moved the state, `|h_r - h_(r-1)| / |h_r|`. `exited`: the probability of having left by then; None where the family
+    has no gate. `exit_threshold` is compared with one of the last two.
     """
 
     top: tuple[Guess, ...]
@@ -83,17 +81,16 @@ class _Pass:
 def _passes(stack: LoopedStack, tokens: Sequence[int], loops: int) -> Iterator[_Pass]:
     positions = torch.arange(len(tokens))
     attend = WholeAttention(positions, 0, len(tokens) if stack.config.bidirectional_prompt else 0)
-    state = stack.enter(stack.prelude(stack.embed(torch.tensor(list(tokens))), positions, attend))
-    read, stayed = stack.leave(state), torch.ones(len(tokens))
+    state = stack.enter(stack.prelude(stack.embed(torch.tensor(list(tokens))), positions, attend), positions)
+    stayed = torch.ones(len(tokens))
     for loop in range(loops):
-        state = stack.core(state, positions, torch.full_like(positions, loop), attend)
-        before, read = read, stack.leave(state)
-        moved = (read.float() - before.float()).norm(dim=-1) / read.float().norm(dim=-1).clamp_min(TINY)
+        before, state = state, stack.core(state, positions, torch.full_like(positions, loop), attend)
         exited = None
-        if stack.config.adaptive:
+        if stack.config.exit_gate:
             stayed = stayed * (1 - stack.exit_probability(state))
             exited = 1 - stayed
-        yield _Pass(stack.head(stack.coda(read, positions, attend)).float(), moved, exited)
+        logits = stack.head(stack.coda(stack.leave(state), positions, attend))
+        yield _Pass(logits.float(), stack.distance(before, state), exited)
 
 
 def _views(tokenizer: Tokenizer, passed: _Pass, top: int) -> list[LoopView]:

@@ -68,7 +68,9 @@ def depth(body: Dialled, headers: Mapping[str, str], alias: int | None, info: "M
     if least is not None and least > most:
         raise RequestError("min_loops", f"min_loops must be at most loops ({most}), got {least}")
     threshold = _one("exit_threshold", "loops.exit_threshold", body.exit_threshold, span.exit_threshold)
-    return given | ({} if threshold is None else {"mode": "adaptive", "exit_threshold": threshold})
+    signal = _one("exit_signal", "loops.exit_signal", body.exit_signal, span.exit_signal)
+    given |= {} if threshold is None else {"mode": "adaptive", "exit_threshold": threshold}
+    return given | ({} if signal is None else {"exit_signal": signal})
 
 
 def _asked_elsewhere(

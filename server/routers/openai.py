@@ -177,7 +177,8 @@ def _card(info: "ModelInfo") -> answers.ModelCard:
         max=info.max_loops,
         default=info.default_loops,
         trained=info.trained_loops,
-        adaptive=info.adaptive,
+        adaptive=bool(info.exit_signals),
+        exit_signals=list(info.exit_signals),
     )
     efforts = {effort: asked.effort_loops(effort, info) for effort in asked.EFFORT}
     depth = answers.ModelDepth(loops=loops, reasoning_effort_map=efforts)

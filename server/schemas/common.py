@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from tinyloop.config import ExitSignal
 from tinyloop.errors import RequestError
 
 Tier = Literal["auto", "default", "flex", "scale", "priority", "fast"]
@@ -85,6 +86,7 @@ class LoopSpan(Strict):
     min: Whole | None = None
     max: Whole | None = None
     exit_threshold: float | None = None
+    exit_signal: ExitSignal | None = None
 
 
 class Deadlines(Strict):
@@ -124,6 +126,7 @@ class Dialled(Body):
     min_loops: Whole | None = None
     prefill_loops: Whole | None = None
     exit_threshold: float | None = None
+    exit_signal: ExitSignal | None = None
     cache_window: Count | None = None
     cache_salt: Salt | None = None
     priority: Whole | None = None

@@ -173,6 +173,7 @@ class LoopRange(BaseModel):
     default: int
     trained: int
     adaptive: bool
+    exit_signals: list[str]
 
 
 class ModelDepth(BaseModel):

@@ -90,6 +90,8 @@ def facts_of(engine: Engine) -> ModelFacts:
         max_chunk=engine.runner.max_chunk,
         page_bytes=engine.runner.stats()["page_bytes"],
         head_loops=config.head_loops,
+        one_plane=config.layout.one_plane,
+        whole_prompt=config.whole_prompt,
     )
 
 

@@ -145,7 +145,8 @@ class Turn:
 @dataclass(frozen=True)
 class ModelFacts:
     """What a simulator has to know of the model. Layers by section, `page_bytes` in bytes, all else in tokens or pages;
-    `head_loops` is what the head costs a row, in loops of the core."""
+    `head_loops` is what the head costs a row, in loops of the core. `one_plane`: all loops keep their KV in one;
+    `whole_prompt`: a prompt is not cut. Files that say neither are of models without."""
 
     name: str
     prelude: int
@@ -159,10 +160,12 @@ class ModelFacts:
     max_chunk: int
     page_bytes: int
     head_loops: float
+    one_plane: bool = False
+    whole_prompt: bool = False
 
     @property
     def layout(self) -> Layout:
-        return Layout(self.prelude, self.core, self.coda)
+        return Layout(self.prelude, self.core, self.coda, self.one_plane)
 
 
 @dataclass(frozen=True)
@@ -229,4 +232,7 @@ def _checked(kind: type[Any], raw: dict[str, Any]) -> Any:
         number = values[name]
         if not isinstance(number, int) or number < 1:
             raise ValueError(f"{name} is {number!r}")
+    for name in ("one_plane", "whole_prompt"):
+        if not isinstance(values.get(name, False), bool):
+            raise ValueError(f"{name} is {values[name]!r}")
     return kind(**values)

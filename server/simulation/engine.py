@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -137,9 +138,9 @@ class SimEngine:
         """All that is known is to be read; the last token of an answer goes on as it was."""
         tokens = len(lease.tokens)
         lease.known = tokens - (lease.answer_tokens > 0)
-        lease.todo = [Span(start, end) for start, end in ((0, lease.known), (lease.known, tokens)) if start < end]
-        if lease.prompt_tokens < lease.known and lease.plan.prefill_loops != lease.plan.loops:
-            lease.todo[:1] = [Span(0, lease.prompt_tokens), Span(lease.prompt_tokens, lease.known)]
+        lease.todo = [
+            Span(start, end) for start, end in pairwise((0, lease.prompt_tokens, lease.known, tokens)) if start < end
+        ]
         lease.token = TokenEvent(lease, 0, "", lease.plan.loops)
         self.leases[lease] = None
         self.changes += 1
@@ -217,15 +218,20 @@ class SimEngine:
         return offers
 
     def _offer(self, lease: SimLease, offers: list[Segment]) -> None:
-        """What may enter: the next chunk, and beside the last of a span the beginning of the span behind it."""
-        first = not lease.segments
+        """What may enter: the next chunk, and beside the last of a span the beginning of the span behind it. In a plane
+        that all loops share one segment goes at a time, and after the prompt one token."""
+        model, first, alone = self.model, not lease.segments, self.layout.one_plane
+        if alone and not first:
+            return
         for span in lease.todo:
             if not first and span.start >= lease.known:
                 return
-            rows = min(span.end - span.start, self.model.max_chunk)
-            offers.append(Segment(lease, span.start, rows, lease.loops_at(span.start)))
+            whole = model.whole_prompt and span.start < lease.prompt_tokens
+            most = span.end if whole else 1 if alone else model.max_chunk
+            rows = min(span.end - span.start, most)
+            offers.append(Segment(lease, span.start, rows, lease.loops_at(span.start), whole=whole))
             first = False
-            if rows < span.end - span.start:
+            if alone or rows < span.end - span.start:
                 return
 
     async def step(self, segments: list[Segment]) -> StepReport:
@@ -284,6 +290,7 @@ class SimEngine:
             assert lease.token is not None
             events.append(lease.token)
             segment.start, segment.rows, segment.loop, segment.loops = end, 1, 0, lease.plan.loops
+            segment.whole = False
             self.grow(lease, end + 1)
             return True
         if left == 1:

@@ -89,7 +89,7 @@ class RestartedRecurrence(Recurrence):
 
     norm: RMSNorm
 
-    def enter(self, h: Tensor) -> Tensor:
+    def enter(self, h: Tensor, positions: Tensor) -> Tensor:
         return torch.cat((h, self.norm(h)), dim=-1)
 
     def loop(self, state: Tensor, loops: Tensor, run: Run) -> Tensor:

@@ -60,10 +60,15 @@ class Family(ABC):
     """The base: Llama layers under Llama's names, whose core output simply replaces its input."""
 
     model_types: ClassVar[tuple[str, ...]]
+    ours: ClassVar[tuple[str, ...]] = ()  # what the section "tinyloop" of a config.json may say
 
     @abstractmethod
     def config(self, raw: Mapping[str, Any]) -> ModelConfig:
         """The frozen facts of a checkpoint. Raises CheckpointError for what is missing or not supported."""
+
+    def telling(self, config: ModelConfig) -> frozenset[str]:
+        """Tensors that a checkpoint of this config has, if `Weights.has` is asked for some and what it says matters."""
+        return frozenset()
 
     def embedding(self, config: ModelConfig, weights: "Weights") -> Tensor:
         """[vocab_size, hidden_size]."""

@@ -71,7 +71,7 @@ class TwoSpeeds(Recurrence):
     layers: int
     cycles: int
 
-    def enter(self, h: Tensor) -> Tensor:
+    def enter(self, h: Tensor, positions: Tensor) -> Tensor:
         return torch.cat((h, self.start.expand_as(h)), dim=-1)
 
     def loop(self, state: Tensor, loops: Tensor, run: Run) -> Tensor:

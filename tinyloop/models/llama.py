@@ -17,6 +17,7 @@ from tinyloop.recurrence import Recurrence, Run
 
 class Llama(Family):
     model_types: ClassVar[tuple[str, ...]] = ("llama",)
+    ours = ("retrofit",)
 
     def config(self, raw: Mapping[str, Any]) -> ModelConfig:
         facts = Facts(raw)

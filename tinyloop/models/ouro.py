@@ -23,7 +23,7 @@ class Ouro(Family):
             default_loops=trained,
             max_loops=BEYOND_TRAINED * trained,
             trained_loops=trained,
-            adaptive=True,
+            exit_gate=True,
             norm_each_loop=True,
             **facts.decoder(),
         )

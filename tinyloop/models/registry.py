@@ -6,7 +6,7 @@ from typing import Any
 from tinyloop.arguments import shown
 from tinyloop.errors import CheckpointError
 from tinyloop.models.dory import Dory
-from tinyloop.models.family import Family
+from tinyloop.models.family import Facts, Family
 from tinyloop.models.hrm_text import HrmText
 from tinyloop.models.huginn import Huginn
 from tinyloop.models.iquest import IQuestLoop
@@ -28,8 +28,19 @@ def family_of(raw: Mapping[str, Any]) -> Family:
     model_type = raw.get("model_type")
     for family in FAMILIES:
         if model_type in family.model_types:
+            _check_ours(raw, family)
             return family
     if isinstance(model_type, str) and model_type in REFUSED:
         raise CheckpointError(f"model_type {model_type} is not supported: {REFUSED[model_type]}")
     known = ", ".join(sorted(name for family in FAMILIES for name in family.model_types))
     raise CheckpointError(f"unknown architecture: model_type {shown(model_type)}; known are {known}")
+
+
+def _check_ours(raw: Mapping[str, Any], family: Family) -> None:
+    """Raises CheckpointError for what our own section of the config says and this family would not heed."""
+    for key in Facts(raw).section("tinyloop").raw:
+        if key not in family.ours:
+            known = ", ".join(family.ours) or "nothing"
+            raise CheckpointError(
+                f"config.json: tinyloop: {shown(key)} is not for model_type {raw['model_type']}; known is {known}"
+            )
