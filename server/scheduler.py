@@ -316,8 +316,7 @@ class Scheduler:
         except Exception as error:
             self.dispatcher.fail(list(dict.fromkeys(s.lease for s in segments)) or list(running), error)
         else:
-            self.dispatcher.account(segments, report, self._clock() - began)
-            for _ in self.dispatcher.deliver(report):
+            for _ in self.dispatcher.deliver(segments, report, self._clock() - began):
                 await asyncio.sleep(0)  # who reads these tokens, and probes
         self._beat = self._clock()
 

@@ -26,7 +26,7 @@ from server.routers.telling import tell
 from server.schemas import native as shapes
 from server.schemas.common import parse
 from server.schemas.openai_answers import LoopRange
-from server.sse import EventStream, event
+from server.sse import EventStream, named_event
 from server.types import GenerationRequest
 from server.watch import Watch
 from tinyloop.errors import RequestError
@@ -207,7 +207,7 @@ async def watch(request: Request) -> EventStream:
 
     return EventStream(
         _moves(scheduler, view, tenant_of(request)),
-        on_error=lambda error: event("{}", "end"),
+        on_error=lambda error: named_event("end"),
         on_close=leave,
         keepalive_s=settings_of(request).keepalive_s,
         write_timeout_s=settings_of(request).write_timeout_s,
@@ -216,24 +216,20 @@ async def watch(request: Request) -> EventStream:
 
 async def _moves(scheduler: "Scheduler", view: Watch, tenant: str) -> AsyncGenerator[str, None]:
     shown = _snapshot(scheduler, tenant)
-    yield _event("snapshot", shown.model_dump())
+    yield named_event("snapshot", **dict(shown))
     while not (scheduler.draining and not scheduler.requests()):
         move = await view.next(LOOK_EVERY_S)
         if missed := view.take_missed():
-            yield _event("missed", {"moves": missed})
+            yield named_event("missed", moves=missed)
         if move is not None:
             moved = {"previous": move.previous, "state": move.state, "at": round(move.at, 6)}
-            yield _event("move", moved | {"request": row(move.request, tenant).model_dump()})
+            yield named_event("move", **moved, request=row(move.request, tenant))
         elif (now := _snapshot(scheduler, tenant)) != shown:
             shown = now
-            yield _event("snapshot", now.model_dump())
-    yield _event("end", {})
+            yield named_event("snapshot", **dict(now))
+    yield named_event("end")
 
 
 def _snapshot(scheduler: "Scheduler", tenant: str) -> shapes.Snapshot:
     rows: Iterator[Any] = (row(one, tenant) for one in scheduler.requests())
     return shapes.Snapshot(**scheduler.snapshot(), requests=list(rows))
-
-
-def _event(name: str, data: dict[str, Any]) -> str:
-    return event(json.dumps({"type": name} | data, allow_nan=False), name)
