@@ -55,6 +55,7 @@ class SteppingEngine(Protocol):
     def suspend(self, lease: Lease) -> None: ...
     def resume(self, lease: Lease) -> bool: ...
     def unpin_shortest(self) -> bool: ...
+    def keep_prefix(self, lease: Lease, pool: PrefixPool) -> int: ...
     def register_prefix(
         self, pool: PrefixPool, tokens: Sequence[int], loops: int, cache_window: int, salt: str
     ) -> int: ...
@@ -164,7 +165,10 @@ class Dispatcher:
             self.metrics.on_token(loops, gap_s)
         self._account(segments, report, seconds)
         for number, lease in enumerate(report.finished, 1):
-            self.finish(lease, self.running[lease].result_from(lease))
+            request = self.running[lease]
+            if request.req.keep and not request.abandoned:
+                self.engine.keep_prefix(lease, self.pool)
+            self.finish(lease, request.result_from(lease))
             if number % MOST_AT_ONCE == 0:
                 yield
 

@@ -145,6 +145,8 @@ class Engine:
         Where `min_loops` allows it, a request that would never fit gets the most loops that do.
         """
         _check_mode(req)
+        if req.keep:
+            self.model.check_keeps_prefixes()
         loops = self.default_loops if req.loops is None else req.loops
         plan = make_plan(self.model.config, loops=loops, prefill_loops=req.prefill_loops,
                          exit_threshold=req.exit_threshold, cache_window=req.cache_window)  # fmt: skip
@@ -219,6 +221,10 @@ class Engine:
     def release(self, lease: Lease) -> None:
         """Give back all that a lease holds. Never while a step that holds it is running."""
         self.runner.release(lease)
+
+    def keep_prefix(self, lease: Lease, pool: PrefixPool) -> int:
+        """Register what a finished lease has read; returns the number of tokens cached. Before its release."""
+        return self.runner.keep_prefix(lease, pool)
 
     def register_prefix(
         self, pool: PrefixPool, tokens: Sequence[int], loops: int = 8, cache_window: int = 0, salt: str = ""

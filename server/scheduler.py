@@ -12,6 +12,7 @@ Two kinds of engine will do: one with `step`, which many requests share, and one
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -426,15 +427,15 @@ class Scheduler:
         return self.pool.register_tokens(tokens, loops, cache_window, salt)
 
     async def aregister_prefix(
-        self, tokens: Sequence[int], loops: int = DEFAULT_LOOPS, cache_window: int = 0, salt: str = ""
+        self, tokens: Sequence[int], loops: int = DEFAULT_LOOPS, cache_window: int = 0, salt: str = "", tenant: str = ""
     ) -> int:
-        """`register_prefix` in a worker thread, between two turns of the dispatcher."""
-        # Shielded: were the caller cancelled, the thread would go on without the lock.
-        return await asyncio.shield(self._register_between_turns(tokens, loops, cache_window, salt))
-
-    async def _register_between_turns(self, tokens: Sequence[int], loops: int, cache_window: int, salt: str) -> int:
-        async with self._turn_lock:
-            return await asyncio.to_thread(self.register_prefix, tokens, loops, cache_window, salt)
+        """`register_prefix` as a request among the others, whose tokens go on. Raises like `submit`."""
+        if not self._steps or not self.pool.capacity:
+            return self.pool.register_tokens(tokens, loops, cache_window, salt)
+        kept = GenerationRequest(
+            tokens, max_new_tokens=0, loops=loops, cache_window=cache_window, cache_salt=salt, tenant=tenant, keep=True
+        )
+        return (await self.submit(kept, slo_ms=math.inf)).prompt_tokens
 
     async def adrop_prefix(self, entry: Entry) -> None:
         """Keep a registered prefix no longer, between two turns of the dispatcher."""

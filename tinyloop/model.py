@@ -157,15 +157,19 @@ class Model:
         salt: str = "",
     ) -> int:
         """Compute a prefix and pin it in `pool`; returns the number of tokens cached."""
-        if self.config.whole_prompt:
-            raise RequestError(
-                "tokens", f"{self.config.family} runs each prompt as a whole: no prefix of it can be kept"
-            )
+        self.check_keeps_prefixes()
         plan = make_plan(self.config, loops=loops, cache_window=cache_window)
         kept: list[int] = []
         job = self._job(tokens, plan, pool=pool, salt=salt)
         Batch(self.runner, [job], lambda lease: kept.append(self.runner.keep_prefix(lease, pool))).run()
         return kept[0]
+
+    def check_keeps_prefixes(self) -> None:
+        """Raises RequestError for a family of which no prefix can be kept."""
+        if self.config.whole_prompt:
+            raise RequestError(
+                "tokens", f"{self.config.family} runs each prompt as a whole: no prefix of it can be kept"
+            )
 
     def stream(
         self,

@@ -16,17 +16,17 @@ from server.routers.shared import (
     Job,
     off_loop,
     read_body,
-    read_json,
     refusal,
     scheduler_of,
     settings_of,
     tenant_of,
+    undropped,
 )
 from server.routers.telling import tell
 from server.schemas import native as shapes
 from server.schemas.common import parse
 from server.schemas.openai_answers import LoopRange
-from server.sse import EventStream, named_event
+from server.sse import EventStream, named_event, unless_gone
 from server.types import GenerationRequest
 from server.watch import Watch
 from tinyloop.errors import RequestError
@@ -45,7 +45,9 @@ GENERATE = described(
     events=NamedEvent,
     busy=True,
 )
-REGISTER = described(shapes.Register, None, {"prompt": "Answer in one short sentence.", "loops": 2}, refusals=[501])
+REGISTER = described(
+    shapes.Register, None, {"prompt": "Answer in one short sentence.", "loops": 2}, refusals=[501], busy=True
+)
 LOOK_EVERY_S = 1.0  # a watcher who hears of no move gets a snapshot so often, if anything is different
 
 
@@ -141,18 +143,22 @@ async def _tokens(tokenizer: "Tokenizer", prompt: str | list[int]) -> list[int]:
 
 @router.post("/prefixes", status_code=201, **REGISTER)
 async def register(request: Request) -> shapes.Prefix:
-    """Compute a prefix and keep it. Nobody else's tokens are made meanwhile."""
-    scheduler = scheduler_of(request)
-    body = parse(shapes.Register, await read_json(request))
-    scheduler.check_open()
-    tokens = await _tokens(scheduler.tokenizer, body.prompt)
-    asked.check_tokens(scheduler.info.vocab_size, prompt=tokens)
-    loops = body.loops or scheduler.info.default_loops
-    asked.within("loops", loops, scheduler.info)
-    asked.answer_limit(len(tokens), 0, 0, scheduler.info, "prompt")
-    salt = asked.cache_salt(body.cache_salt, tenant_of(request))
-    if not await scheduler.aregister_prefix(tokens, loops, body.cache_window, salt):
-        raise refusal(501, "not_supported", "this server was started to keep no prefixes")
+    """Compute a prefix and keep it. It is read like any prompt, beside the requests of others."""
+    scheduler, tenant = scheduler_of(request), tenant_of(request)
+    with scheduler.arrival() as arrival:
+        with scheduler.counting_refusals():
+            body = parse(shapes.Register, await read_body(request, arrival))
+            tokens = await _tokens(scheduler.tokenizer, body.prompt)
+            asked.check_tokens(scheduler.info.vocab_size, prompt=tokens)
+            loops = body.loops or scheduler.info.default_loops
+            asked.within("loops", loops, scheduler.info)
+            asked.answer_limit(len(tokens), 0, 0, scheduler.info, "prompt")
+            if not scheduler.pool.capacity:
+                raise refusal(501, "not_supported", "this server was started to keep no prefixes")
+        salt = asked.cache_salt(body.cache_salt, tenant)
+        arrival.release()
+        kept = scheduler.aregister_prefix(tokens, loops, body.cache_window, salt, tenant)
+        await unless_gone(request.receive, undropped(kept))
     return _prefix(Entry(tuple(tokens), loops, body.cache_window, salt=salt))
 
 
