@@ -10,6 +10,7 @@ Knows requests, leases and the engine's verbs; no HTTP, no event loop, no torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -60,6 +61,14 @@ class SteppingEngine(Protocol):
         self, pool: PrefixPool, tokens: Sequence[int], loops: int, cache_window: int, salt: str
     ) -> int: ...
     def usage(self) -> KVUsage: ...
+
+
+@dataclass
+class Share:
+    """Whose work it is that belongs to no request."""
+
+    tenant: str
+    level: int = 0
 
 
 class Dispatcher:
@@ -189,6 +198,11 @@ class Dispatcher:
     def _charge(self, request: ScheduledRequest, loops: float) -> None:
         """To a tenant's share of the work: so many token loops, and what goes with them outside of the core."""
         self.waiting.serve(request, loops * (1 + request.boundary_per_loop))
+
+    def count_work(self, tenant: str, rows: int, seconds: float) -> None:
+        """A loop that the engine ran for a tenant and no request: in the metrics, and in the tenant's share."""
+        self.metrics.on_step(rows, seconds)
+        self.waiting.serve(Share(tenant), rows)
 
     # Admission
 

@@ -1,7 +1,8 @@
 """Engine: a model and its runner behind a few verbs, on a thread of their own. The scheduler is its only caller.
 
-The engine thread is the only one that touches tensors, and only inside `step` and `register_prefix`. Everything else
-is integer work, done between steps by whoever drives the engine. Knows no priorities, deadlines or HTTP.
+The engine thread is the only one that touches tensors, and only inside `step`, `trace_loop` and `register_prefix`.
+Everything else is integer work, done between steps by whoever drives the engine. Knows no priorities or deadlines and
+no HTTP.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from tinyloop.kv.prefix import PrefixPool
     from tinyloop.model import Model
     from tinyloop.tokenizer import Tokenizer
+    from tinyloop.trace import Tracing
 
 
 NICE = 5  # of the engine thread
@@ -236,6 +238,14 @@ class Engine:
         return self._thread.submit(
             self.model.register_prefix, pool, tokens, loops=loops, cache_window=cache_window, salt=salt
         ).result()
+
+    def tracing(self, prompt: Sequence[int], loops: int, top: int) -> Tracing:
+        """A trace to be made by `trace_loop`. Raises RequestError."""
+        return self.model.tracing(prompt, loops=loops, top=top)
+
+    async def trace_loop(self, tracing: Tracing) -> None:
+        """One more loop of a trace, on the engine thread."""
+        await asyncio.get_running_loop().run_in_executor(self._thread, tracing.step)
 
     def check(self) -> None:
         """Assert that the page accounts balance."""

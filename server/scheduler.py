@@ -43,6 +43,7 @@ from tinyloop.sequence import Lease
 
 if TYPE_CHECKING:
     from tinyloop.tokenizer import Tokenizer
+    from tinyloop.trace import Trace
 
 __all__ = [
     "AdmissionRejected",
@@ -151,6 +152,7 @@ class Scheduler:
         self._beat = clock()  # when the last step ended, or work came to an idle engine
         self._bell = asyncio.Event()  # rung for new work and for the stop alike: nothing has to be raced
         self.turnstile = asyncio.Lock()
+        self._tracing = asyncio.Lock()
         self._turn_lock = asyncio.Lock()  # held for a turn, and by what must not happen during one
         self._task: asyncio.Task[None] | None = None
         self._call_task: asyncio.Future[Any] | None = None
@@ -212,11 +214,14 @@ class Scheduler:
 
     def check_open(self) -> None:
         """Raise at once what `submit` would raise whatever the request, before work is put into preparing it."""
-        if self._draining:
-            raise SchedulerShutdown("the server is shutting down")
+        self._check_not_draining()
         if reason := self._stopped_reason():
             raise SchedulerNotRunning(reason)
         self.door.check_depth()
+
+    def _check_not_draining(self) -> None:
+        if self._draining:
+            raise SchedulerShutdown("the server is shutting down")
 
     @contextmanager
     def arrival(self) -> Iterator[Arrival]:
@@ -442,6 +447,26 @@ class Scheduler:
         async with self._turn_lock:
             if entry in self.pool.registered:
                 self.pool.unregister(entry)
+
+    # Traces
+
+    @property
+    def traces(self) -> bool:
+        """Whether the engine can show what it would say after each loop."""
+        return hasattr(self.engine, "trace_loop")
+
+    async def trace(self, tokens: Sequence[int], loops: int, top: int, tenant: str = "") -> Trace:
+        """What the model would say after each loop: see `tinyloop.trace`. One trace at a time, a loop of it between two
+        turns of the dispatcher, so that others' tokens go on. Raises RequestError or SchedulerShutdown."""
+        tracing = self.engine.tracing(tokens, loops, top)
+        async with self._tracing:
+            while not tracing.done:
+                async with self._turn_lock:
+                    self._check_not_draining()
+                    began = self._clock()
+                    await self.engine.trace_loop(tracing)
+                    self.dispatcher.count_work(tenant, len(tokens), self._clock() - began)
+        return cast("Trace", tracing.result())
 
     def prefix_pool_stats(self) -> dict[str, int]:
         """`{"entries", "total_cached_tokens"}`."""

@@ -30,7 +30,7 @@ from tinyloop.sampling import MAX_LOGPROBS, Logprobs, SamplingParams
 from tinyloop.sequence import Lease, TokenEvent
 from tinyloop.stack import LoopedStack
 from tinyloop.tokenizer import Tokenizer
-from tinyloop.trace import Trace, trace
+from tinyloop.trace import Trace, Tracing
 
 Prompt = str | Sequence[int]
 LEAST_KV_BYTES = 256 * 2**20
@@ -212,13 +212,20 @@ class Model:
 
         Slow, like the oracle, and quadratic in the prompt. Raises RequestError naming the field that is out of bounds.
         """
+        tracing = self.tracing(prompt, loops=loops, top=top)
+        while not tracing.done:
+            tracing.step()
+        return tracing.result()
+
+    def tracing(self, prompt: Prompt, *, loops: int | None = None, top: int = 5) -> Tracing:
+        """`trace`, a loop at a time. Raises like it."""
         plan, tokens = make_plan(self.config, loops=loops), self._known(prompt)
         whole("top", top, 1, MAX_LOGPROBS)
         if len(tokens) > self.config.max_context:
             raise ContextOverflow(
                 "prompt", f"prompt must have at most {self.config.max_context} tokens, got {len(tokens)}"
             )
-        return trace(self.name, self.stack, self.tokenizer, tokens, plan.loops, top)
+        return Tracing(self.name, self.stack, self.tokenizer, tokens, plan.loops, top)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt given as text or as ids. Raises RequestError("prompt") for anything else."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
+from pydantic_core import to_json
 
 from server.openapi import NamedEvent, described
 from server.routers import asked
@@ -48,6 +49,14 @@ GENERATE = described(
 REGISTER = described(
     shapes.Register, None, {"prompt": "Answer in one short sentence.", "loops": 2}, refusals=[501], busy=True
 )
+TRACE = described(
+    shapes.TraceRequest,
+    shapes.Traced,
+    {"prompt": "The capital of France is", "loops": 4, "top": 3},
+    busy=True,
+    refusals=[501],
+)
+MOST_TRACED = 128  # tokens; a loop of as many, and the head on each, is less than a step with a chunk of a prompt
 LOOK_EVERY_S = 1.0  # a watcher who hears of no move gets a snapshot so often, if anything is different
 
 
@@ -136,6 +145,26 @@ async def _tokens(tokenizer: "Tokenizer", prompt: str | list[int]) -> list[int]:
     if not tokens:
         raise RequestError("prompt", "prompt must not be empty")
     return tokens
+
+
+@router.post("/trace", **TRACE)
+async def trace(request: Request) -> Response:
+    """What the model would say after each loop, for each token of a short prompt. Others' tokens go on meanwhile."""
+    scheduler = scheduler_of(request)
+    with scheduler.arrival() as arrival:
+        with scheduler.counting_refusals():
+            body = parse(shapes.TraceRequest, await read_body(request, arrival))
+            if not scheduler.traces:
+                raise refusal(501, "not_supported", "this engine shows no loops")
+            tokens = await _tokens(scheduler.tokenizer, body.prompt)
+            asked.check_tokens(scheduler.info.vocab_size, prompt=tokens)
+            if len(tokens) > MOST_TRACED:
+                raise RequestError("prompt", f"prompt: at most {MOST_TRACED} tokens are traced, got {len(tokens)}")
+            loops = asked.within("loops", body.loops or scheduler.info.default_loops, scheduler.info)
+        # The place in the queue is held until the end.
+        work = scheduler.trace(tokens, loops, body.top, tenant_of(request))
+        traced = await unless_gone(request.receive, work)
+    return Response(to_json(traced, inf_nan_mode="null"), media_type="application/json")
 
 
 # Prefixes
