@@ -170,10 +170,11 @@ def run_server(scheduler: "Scheduler", settings: "Settings", address: socket.soc
     import uvicorn
 
     from server.app import DrainingServer, create_app
+    from server.connections import patient
 
     sys.setswitchinterval(SWITCH_S)
     app = create_app(scheduler, settings)
-    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=CLOSE_S)
+    config = uvicorn.Config(app, http=patient(settings), log_level="warning", timeout_graceful_shutdown=CLOSE_S)
     server = DrainingServer(config, scheduler, settings.drain_timeout_s, on_start=partial(_greet, scheduler))
     app.state.start_drain = server.start_drain
     server.run(sockets=[address])

@@ -56,7 +56,7 @@ TRACE = described(
     busy=True,
     refusals=[501],
 )
-MOST_TRACED = 128  # tokens; a loop of as many, and the head on each, is less than a step with a chunk of a prompt
+MOST_TRACED = 128  # tokens; a loop of as many takes about as long as a step with a whole chunk of a prompt
 LOOK_EVERY_S = 1.0  # a watcher who hears of no move gets a snapshot so often, if anything is different
 
 
