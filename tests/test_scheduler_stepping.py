@@ -467,6 +467,13 @@ async def test_shutdown_does_not_release_under_a_running_step():
     engine.check()
 
 
+async def test_a_reader_has_its_token_before_the_next_step_begins():
+    async with Running() as (engine, scheduler):
+        stream = scheduler.submit_stream(request(1, 2, new=5))
+        begun = [bool(engine.stepping) async for _ in stream]
+    assert begun == [False] * 5
+
+
 # Prefixes
 
 

@@ -173,12 +173,15 @@ async def test_a_body_that_does_not_come_is_408_and_held_no_place() -> None:
     assert json.loads(answer.partition("\r\n\r\n")[2])["error"]["code"] == "request_timeout"
 
 
-async def test_a_reader_who_takes_nothing_has_left() -> None:
+@pytest.mark.parametrize("speaks", [True, False], ids=["events", "keep-alive lines only"])
+async def test_a_reader_who_takes_nothing_has_left(speaks: bool) -> None:
     closed: list[bool] = []
 
     async def words() -> Any:
-        while True:
+        while speaks:
             yield "data: x\n\n"
+        await asyncio.Event().wait()
+        yield ""
 
     async def close() -> None:
         closed.append(True)
@@ -189,7 +192,7 @@ async def test_a_reader_who_takes_nothing_has_left() -> None:
     async def silent() -> Any:
         await asyncio.Event().wait()
 
-    stream = EventStream(words(), on_error=lambda error: "", on_close=close, write_timeout_s=0.05)
+    stream = EventStream(words(), on_error=lambda error: "", on_close=close, write_timeout_s=0.05, keepalive_s=0.1)
     with pytest.raises(ClientGone):
         await asyncio.wait_for(stream({"type": "http"}, silent, stuck), 5)
     assert closed
