@@ -23,7 +23,7 @@ from server.routers.shared import (
     tenant_of,
     undropped,
 )
-from server.routers.telling import tell
+from server.routers.telling import renaming, tell
 from server.schemas import native as shapes
 from server.schemas.common import parse
 from server.schemas.openai_answers import LoopRange
@@ -174,7 +174,7 @@ async def trace(request: Request) -> Response:
 async def register(request: Request) -> shapes.Prefix:
     """Compute a prefix and keep it. It is read like any prompt, beside the requests of others."""
     scheduler, tenant = scheduler_of(request), tenant_of(request)
-    with scheduler.arrival() as arrival:
+    with scheduler.arrival() as arrival, renaming({"tokens": "prompt", "max_new_tokens": "prompt"}.get):
         with scheduler.counting_refusals():
             body = parse(shapes.Register, await read_body(request, arrival))
             tokens = await _tokens(scheduler.tokenizer, body.prompt)
