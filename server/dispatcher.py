@@ -399,9 +399,6 @@ class Dispatcher:
         finally:
             request.move(state, **outcome)
 
-    def emit(self, request: ScheduledRequest, chunk: GenerationChunk) -> None:
-        self.metrics.on_token(chunk.loops, request.emit(chunk))
-
     def clear(self) -> list[Lease]:
         """Forget everybody, after they have been told. Returns the leases that are still to be released."""
         leases = [key for key in self.running if isinstance(key, Lease)]

@@ -14,9 +14,9 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from server.admission import Admission
 from server.depth import DepthCeilings
@@ -32,10 +32,11 @@ from server.errors import (
     log_fault,
     rejection_reason,
 )
+from server.generating import DEFAULT_LOOPS, GeneratingEngine, generated
 from server.metrics import Gauges, Metrics
 from server.policy import DispatchMode, Policy
 from server.request import SHUTDOWN, ChunkStream, RequestState, ScheduledRequest
-from server.types import GenerationChunk, GenerationRequest, GenerationResult
+from server.types import GenerationRequest, GenerationResult
 from server.watch import Watchers
 from tinyloop.errors import RequestError
 from tinyloop.kv.prefix import Entry, PrefixPool
@@ -64,7 +65,6 @@ __all__ = [
 
 T = TypeVar("T")
 
-DEFAULT_LOOPS = 8
 UNHEALTHY_AFTER = 2  # engine errors in a row
 
 
@@ -89,13 +89,6 @@ class Arrival:
         """Just before the submission, or when there will be none. Again is harmless."""
         self._scheduler.door.arriving -= self._held
         self._held = False
-
-
-class GeneratingEngine(Protocol):
-    """The seed's engine. `generate_with_pool(pool, req)` is optional."""
-
-    async def generate(self, req: GenerationRequest) -> GenerationResult: ...
-    def generate_stream(self, req: GenerationRequest) -> AsyncIterator[GenerationChunk]: ...
 
 
 class Scheduler:
@@ -344,7 +337,7 @@ class Scheduler:
             return
         self.dispatcher.dispatch(request, request)
         try:
-            result = await self._call(self._relay(request) if request.streaming else self._generate(request))
+            result = await self._call(generated(self.dispatcher, request))
         except RequestError as error:  # the caller's fault, and no sign of ill health
             self.dispatcher.end(request, RequestState.ERROR, reason="invalid", error=error)
         except Exception as error:
@@ -352,36 +345,6 @@ class Scheduler:
         else:
             self.dispatcher.failures = 0
             self.dispatcher.finish(request, result)
-
-    async def _generate(self, request: ScheduledRequest) -> GenerationResult:
-        req = request.req
-        pooled = self._matches_pool(req)
-        call = self.engine.generate_with_pool(self.pool, req) if pooled else self.engine.generate(req)
-        result: GenerationResult = await call
-        self.metrics.on_answer(len(result.token_ids))
-        return result
-
-    def _matches_pool(self, req: GenerationRequest) -> bool:
-        if req.mode != "generate" or isinstance(req.prompt, str) or not hasattr(self.engine, "generate_with_pool"):
-            return False
-        prefix = self.pool.match_tokens(req.prompt, req.loops or DEFAULT_LOOPS, req.cache_window, req.cache_salt)
-        self.metrics.on_prefix_lookup(len(req.prompt), len(prefix.tokens) if prefix else 0)
-        return prefix is not None
-
-    async def _relay(self, request: ScheduledRequest) -> GenerationResult:
-        """Pass the engine's chunks on, and make the result that the engine does not give."""
-        stream = self.engine.generate_stream(request.req)
-        chunks: list[GenerationChunk] = []
-        try:
-            async for chunk in stream:
-                if request.abandoned:
-                    break
-                chunks.append(chunk)
-                self.dispatcher.emit(request, chunk)
-        finally:
-            if hasattr(stream, "aclose"):
-                await stream.aclose()
-        return request.result_from_chunks(chunks)
 
     # The end of the dispatcher
 
