@@ -420,7 +420,8 @@ class Scheduler:
 
     async def trace(self, tokens: Sequence[int], loops: int, top: int, tenant: str = "") -> Trace:
         """What the model would say after each loop: see `tinyloop.trace`. One trace at a time, a loop of it between two
-        turns of the dispatcher, so that others' tokens go on. Raises RequestError or SchedulerShutdown."""
+        turns of the dispatcher, and then as long a pause if requests run: others get half of the engine's time at
+        least. Raises RequestError or SchedulerShutdown."""
         tracing = self.engine.tracing(tokens, loops, top)
         async with self._tracing:
             while not tracing.done:
@@ -428,7 +429,10 @@ class Scheduler:
                     self._check_not_draining()
                     began = self._clock()
                     await self.engine.trace_loop(tracing)
-                    self.dispatcher.count_work(tenant, len(tokens), self._clock() - began)
+                    seconds = self._clock() - began
+                    self.dispatcher.count_work(tenant, len(tokens), seconds)
+                if self.dispatcher.busy:
+                    await asyncio.sleep(seconds)
         return cast("Trace", tracing.result())
 
     def prefix_pool_stats(self) -> dict[str, int]:
