@@ -84,6 +84,7 @@ def serve(
     loops: Annotated[int | None, typer.Option(help="Loops of a request that names none.")] = None,
     dispatch: Annotated[str, typer.Option(help="sequential, homogeneous, interleaved or continuous.")] = "continuous",
     max_queue_depth: Annotated[int, typer.Option(min=1, help="Requests that may wait.")] = 128,
+    max_connections: Annotated[int, typer.Option(min=1, help="Connections that may be open at once.")] = 900,
     slo_ms: Annotated[
         float | None, typer.Option(callback=_positive, help="Longest predicted wait of a request that sets none.")
     ] = None,
@@ -130,7 +131,8 @@ def serve(
     hosts = (*LOOPBACK, *(allow_host or ())) if host in LOOPBACK else tuple(allow_host or ())
     settings = Settings(
         allowed_hosts=hosts, drain_timeout_s=drain_timeout, http_drain=http_drain, api_keys=keys,
-        cors_origins=tuple(cors_origin or ()), busy_status=429 if busy_status == 429 else 503,
+        cors_origins=tuple(cors_origin or ()), max_connections=max_connections,
+        busy_status=429 if busy_status == 429 else 503,
     )  # fmt: skip
     run_server(scheduler, settings, address)
 
