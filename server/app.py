@@ -11,8 +11,8 @@ import re
 import signal
 import socket
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -110,8 +110,12 @@ class Envelope:
             if message["type"] == "http.response.start":
                 started = True
                 MutableHeaders(scope=message)["x-request-id"] = request_id
-            with closed_is_gone():
+            try:
                 await send(message)
+            except RuntimeError as error:  # uvloop's way to say that the connection was closed meanwhile
+                if "handler is closed" not in str(error):
+                    raise
+                raise ClientGone from error
 
         try:
             scope["state"]["tenant"] = self._checked(scope)
@@ -139,18 +143,6 @@ class Envelope:
             challenge = {"WWW-Authenticate": "Bearer"}
             raise refusal(401, "invalid_api_key", problem, headers=challenge)
         return tenant or ""
-
-
-@contextmanager
-def closed_is_gone() -> Iterator[None]:
-    """A connection may be closed for what follows a request in it, while that is being answered. Where uvloop then says
-    that in its own way, raises ClientGone."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "handler is closed" not in str(error):
-            raise
-        raise ClientGone from error
 
 
 def _host(scope: Scope) -> str:

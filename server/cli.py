@@ -84,6 +84,7 @@ def serve(
     loops: Annotated[int | None, typer.Option(help="Loops of a request that names none.")] = None,
     dispatch: Annotated[str, typer.Option(help="sequential, homogeneous, interleaved or continuous.")] = "continuous",
     max_queue_depth: Annotated[int, typer.Option(min=1, help="Requests that may wait.")] = 128,
+    max_connections: Annotated[int, typer.Option(min=1, help="Connections that may be open at once.")] = 900,
     slo_ms: Annotated[
         float | None, typer.Option(callback=_positive, help="Longest predicted wait of a request that sets none.")
     ] = None,
@@ -130,7 +131,8 @@ def serve(
     hosts = (*LOOPBACK, *(allow_host or ())) if host in LOOPBACK else tuple(allow_host or ())
     settings = Settings(
         allowed_hosts=hosts, drain_timeout_s=drain_timeout, http_drain=http_drain, api_keys=keys,
-        cors_origins=tuple(cors_origin or ()), busy_status=429 if busy_status == 429 else 503,
+        cors_origins=tuple(cors_origin or ()), max_connections=max_connections,
+        busy_status=429 if busy_status == 429 else 503,
     )  # fmt: skip
     run_server(scheduler, settings, address)
 
@@ -170,10 +172,11 @@ def run_server(scheduler: "Scheduler", settings: "Settings", address: socket.soc
     import uvicorn
 
     from server.app import DrainingServer, create_app
+    from server.connections import patient
 
     sys.setswitchinterval(SWITCH_S)
     app = create_app(scheduler, settings)
-    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=CLOSE_S)
+    config = uvicorn.Config(app, http=patient(settings), log_level="warning", timeout_graceful_shutdown=CLOSE_S)
     server = DrainingServer(config, scheduler, settings.drain_timeout_s, on_start=partial(_greet, scheduler))
     app.state.start_drain = server.start_drain
     server.run(sockets=[address])

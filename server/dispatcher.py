@@ -2,7 +2,7 @@
 
     segments = dispatcher.plan()                      cancellations, admissions, the choice of segments
     report = await engine.step(segments)              the scheduler's part, or a simulator's
-    dispatcher.complete(segments, report, seconds)    accounts, tokens to their callers, ends
+    dispatcher.complete(segments, report, seconds)    tokens to their callers, accounts, ends
 
 Knows requests, leases and the engine's verbs; no HTTP, no event loop, no torch. One thread.
 """
@@ -10,6 +10,7 @@ Knows requests, leases and the engine's verbs; no HTTP, no event loop, no torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -55,10 +56,19 @@ class SteppingEngine(Protocol):
     def suspend(self, lease: Lease) -> None: ...
     def resume(self, lease: Lease) -> bool: ...
     def unpin_shortest(self) -> bool: ...
+    def keep_prefix(self, lease: Lease, pool: PrefixPool) -> int: ...
     def register_prefix(
         self, pool: PrefixPool, tokens: Sequence[int], loops: int, cache_window: int, salt: str
     ) -> int: ...
     def usage(self) -> KVUsage: ...
+
+
+@dataclass
+class Share:
+    """Whose work it is that belongs to no request."""
+
+    tenant: str
+    level: int = 0
 
 
 class Dispatcher:
@@ -145,12 +155,33 @@ class Dispatcher:
         return segments
 
     def complete(self, segments: Sequence[Segment], report: StepReport, seconds: float) -> None:
-        """Account for a step that took `seconds`, everything included, and deliver what it made."""
-        self.account(segments, report, seconds)
-        for _ in self.deliver(report):
+        """All that follows a step that took `seconds`, everything included."""
+        for _ in self.deliver(segments, report, seconds):
             pass
 
-    def account(self, segments: Sequence[Segment], report: StepReport, seconds: float) -> None:
+    def deliver(self, segments: Sequence[Segment], report: StepReport, seconds: float) -> Iterator[None]:
+        """Tokens to their callers, then the accounts of the step, then ends; with a pause after every few tokens and
+        after the last. What belongs to a caller who has gone meanwhile is dropped here or at the end of its request."""
+        gaps: list[tuple[int, float | None]] = []
+        for number, event in enumerate(report.tokens, 1):
+            request = self.running[event.lease]
+            if not request.abandoned:
+                request.stop_reason = event.stop_reason
+                gaps.append((event.loops, request.emit(_chunk(event))))
+            if number % MOST_AT_ONCE == 0 or number == len(report.tokens):
+                yield
+        for loops, gap_s in gaps:
+            self.metrics.on_token(loops, gap_s)
+        self._account(segments, report, seconds)
+        for number, lease in enumerate(report.finished, 1):
+            request = self.running[lease]
+            if request.req.keep and not request.abandoned:
+                self.engine.keep_prefix(lease, self.pool)
+            self.finish(lease, request.result_from(lease))
+            if number % MOST_AT_ONCE == 0:
+                yield
+
+    def _account(self, segments: Sequence[Segment], report: StepReport, seconds: float) -> None:
         self.failures = 0
         self.policy.stepped(segments)
         self.admission.work.cost.add(report, seconds)
@@ -168,20 +199,10 @@ class Dispatcher:
         """To a tenant's share of the work: so many token loops, and what goes with them outside of the core."""
         self.waiting.serve(request, loops * (1 + request.boundary_per_loop))
 
-    def deliver(self, report: StepReport) -> Iterator[None]:
-        """Tokens to their callers, then ends, with a pause after every few. What belongs to a caller who has gone
-        meanwhile is dropped here or at the end of its request."""
-        for number, event in enumerate(report.tokens, 1):
-            request = self.running[event.lease]
-            if not request.abandoned:
-                request.stop_reason = event.stop_reason
-                self.emit(request, _chunk(event))
-            if number % MOST_AT_ONCE == 0:
-                yield
-        for number, lease in enumerate(report.finished, 1):
-            self.finish(lease, self.running[lease].result_from(lease))
-            if number % MOST_AT_ONCE == 0:
-                yield
+    def count_work(self, tenant: str, rows: int, seconds: float) -> None:
+        """A loop that the engine ran for a tenant and no request: in the metrics, and in the tenant's share."""
+        self.metrics.on_step(rows, seconds)
+        self.waiting.serve(Share(tenant), rows)
 
     # Admission
 
@@ -377,12 +398,6 @@ class Dispatcher:
                 self.admission.work.limit = self.policy.limit
         finally:
             request.move(state, **outcome)
-
-    def emit(self, request: ScheduledRequest, chunk: GenerationChunk) -> None:
-        before = request.last_token_at
-        request.emit(chunk)
-        assert request.last_token_at is not None
-        self.metrics.on_token(chunk.loops, None if before is None else request.last_token_at - before)
 
     def clear(self) -> list[Lease]:
         """Forget everybody, after they have been told. Returns the leases that are still to be released."""

@@ -1,7 +1,8 @@
 """Engine: a model and its runner behind a few verbs, on a thread of their own. The scheduler is its only caller.
 
-The engine thread is the only one that touches tensors, and only inside `step` and `register_prefix`. Everything else
-is integer work, done between steps by whoever drives the engine. Knows no priorities, deadlines or HTTP.
+The engine thread is the only one that touches tensors, and only inside `step`, `trace_loop` and `register_prefix`.
+Everything else is integer work, done between steps by whoever drives the engine. Knows no priorities or deadlines and
+no HTTP.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from tinyloop.kv.prefix import PrefixPool
     from tinyloop.model import Model
     from tinyloop.tokenizer import Tokenizer
+    from tinyloop.trace import Tracing
 
 
 NICE = 5  # of the engine thread
@@ -145,6 +147,8 @@ class Engine:
         Where `min_loops` allows it, a request that would never fit gets the most loops that do.
         """
         _check_mode(req)
+        if req.keep:
+            self.model.check_keeps_prefixes()
         loops = self.default_loops if req.loops is None else req.loops
         plan = make_plan(self.model.config, loops=loops, prefill_loops=req.prefill_loops,
                          exit_threshold=req.exit_threshold, exit_signal=req.exit_signal,
@@ -221,6 +225,10 @@ class Engine:
         """Give back all that a lease holds. Never while a step that holds it is running."""
         self.runner.release(lease)
 
+    def keep_prefix(self, lease: Lease, pool: PrefixPool) -> int:
+        """Register what a finished lease has read; returns the number of tokens cached. Before its release."""
+        return self.runner.keep_prefix(lease, pool)
+
     def register_prefix(
         self, pool: PrefixPool, tokens: Sequence[int], loops: int = 8, cache_window: int = 0, salt: str = ""
     ) -> int:
@@ -231,6 +239,14 @@ class Engine:
         return self._thread.submit(
             self.model.register_prefix, pool, tokens, loops=loops, cache_window=cache_window, salt=salt
         ).result()
+
+    def tracing(self, prompt: Sequence[int], loops: int, top: int) -> Tracing:
+        """A trace to be made by `trace_loop`. Raises RequestError."""
+        return self.model.tracing(prompt, loops=loops, top=top)
+
+    async def trace_loop(self, tracing: Tracing) -> None:
+        """One more loop of a trace, on the engine thread."""
+        await asyncio.get_running_loop().run_in_executor(self._thread, tracing.step)
 
     def check(self) -> None:
         """Assert that the page accounts balance."""

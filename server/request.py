@@ -191,11 +191,11 @@ class ScheduledRequest:
             self._answer()
         self.on_move(self, previous)
 
-    def emit(self, chunk: GenerationChunk) -> None:
-        """One token of the answer. Never waits for a reader."""
+    def emit(self, chunk: GenerationChunk) -> float | None:
+        """One token of the answer, and the seconds since the one before it. Never waits for a reader."""
         if self.state is RequestState.DISPATCHED:
             self.move(RequestState.DECODING)
-        self.last_token_at = self.clock()
+        before, self.last_token_at = self.last_token_at, self.clock()
         self.answer_tokens += 1
         if chunk.logprobs is not None:
             self.logprobs.append(chunk.logprobs)
@@ -203,6 +203,7 @@ class ScheduledRequest:
             self.token_loops.append(chunk.loops)
         if self.chunks is not None:
             self.chunks.put_nowait(chunk)
+        return None if before is None else self.last_token_at - before
 
     def result_from(self, lease: Lease) -> GenerationResult:
         """The answer of a finished lease."""

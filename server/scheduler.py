@@ -12,10 +12,11 @@ Two kinds of engine will do: one with `step`, which many requests share, and one
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from server.admission import Admission
 from server.depth import DepthCeilings
@@ -31,10 +32,11 @@ from server.errors import (
     log_fault,
     rejection_reason,
 )
+from server.generating import DEFAULT_LOOPS, GeneratingEngine, generated
 from server.metrics import Gauges, Metrics
 from server.policy import DispatchMode, Policy
 from server.request import SHUTDOWN, ChunkStream, RequestState, ScheduledRequest
-from server.types import GenerationChunk, GenerationRequest, GenerationResult
+from server.types import GenerationRequest, GenerationResult
 from server.watch import Watchers
 from tinyloop.errors import RequestError
 from tinyloop.kv.prefix import Entry, PrefixPool
@@ -42,6 +44,7 @@ from tinyloop.sequence import Lease
 
 if TYPE_CHECKING:
     from tinyloop.tokenizer import Tokenizer
+    from tinyloop.trace import Trace
 
 __all__ = [
     "AdmissionRejected",
@@ -62,7 +65,6 @@ __all__ = [
 
 T = TypeVar("T")
 
-DEFAULT_LOOPS = 8
 UNHEALTHY_AFTER = 2  # engine errors in a row
 
 
@@ -87,13 +89,6 @@ class Arrival:
         """Just before the submission, or when there will be none. Again is harmless."""
         self._scheduler.door.arriving -= self._held
         self._held = False
-
-
-class GeneratingEngine(Protocol):
-    """The seed's engine. `generate_with_pool(pool, req)` is optional."""
-
-    async def generate(self, req: GenerationRequest) -> GenerationResult: ...
-    def generate_stream(self, req: GenerationRequest) -> AsyncIterator[GenerationChunk]: ...
 
 
 class Scheduler:
@@ -150,6 +145,7 @@ class Scheduler:
         self._beat = clock()  # when the last step ended, or work came to an idle engine
         self._bell = asyncio.Event()  # rung for new work and for the stop alike: nothing has to be raced
         self.turnstile = asyncio.Lock()
+        self._tracing = asyncio.Lock()
         self._turn_lock = asyncio.Lock()  # held for a turn, and by what must not happen during one
         self._task: asyncio.Task[None] | None = None
         self._call_task: asyncio.Future[Any] | None = None
@@ -211,11 +207,14 @@ class Scheduler:
 
     def check_open(self) -> None:
         """Raise at once what `submit` would raise whatever the request, before work is put into preparing it."""
-        if self._draining:
-            raise SchedulerShutdown("the server is shutting down")
+        self._check_not_draining()
         if reason := self._stopped_reason():
             raise SchedulerNotRunning(reason)
         self.door.check_depth()
+
+    def _check_not_draining(self) -> None:
+        if self._draining:
+            raise SchedulerShutdown("the server is shutting down")
 
     @contextmanager
     def arrival(self) -> Iterator[Arrival]:
@@ -316,8 +315,7 @@ class Scheduler:
         except Exception as error:
             self.dispatcher.fail(list(dict.fromkeys(s.lease for s in segments)) or list(running), error)
         else:
-            self.dispatcher.account(segments, report, self._clock() - began)
-            for _ in self.dispatcher.deliver(report):
+            for _ in self.dispatcher.deliver(segments, report, self._clock() - began):
                 await asyncio.sleep(0)  # who reads these tokens, and probes
         self._beat = self._clock()
 
@@ -339,7 +337,7 @@ class Scheduler:
             return
         self.dispatcher.dispatch(request, request)
         try:
-            result = await self._call(self._relay(request) if request.streaming else self._generate(request))
+            result = await self._call(generated(self.dispatcher, request))
         except RequestError as error:  # the caller's fault, and no sign of ill health
             self.dispatcher.end(request, RequestState.ERROR, reason="invalid", error=error)
         except Exception as error:
@@ -347,36 +345,6 @@ class Scheduler:
         else:
             self.dispatcher.failures = 0
             self.dispatcher.finish(request, result)
-
-    async def _generate(self, request: ScheduledRequest) -> GenerationResult:
-        req = request.req
-        pooled = self._matches_pool(req)
-        call = self.engine.generate_with_pool(self.pool, req) if pooled else self.engine.generate(req)
-        result: GenerationResult = await call
-        self.metrics.on_answer(len(result.token_ids))
-        return result
-
-    def _matches_pool(self, req: GenerationRequest) -> bool:
-        if req.mode != "generate" or isinstance(req.prompt, str) or not hasattr(self.engine, "generate_with_pool"):
-            return False
-        prefix = self.pool.match_tokens(req.prompt, req.loops or DEFAULT_LOOPS, req.cache_window, req.cache_salt)
-        self.metrics.on_prefix_lookup(len(req.prompt), len(prefix.tokens) if prefix else 0)
-        return prefix is not None
-
-    async def _relay(self, request: ScheduledRequest) -> GenerationResult:
-        """Pass the engine's chunks on, and make the result that the engine does not give."""
-        stream = self.engine.generate_stream(request.req)
-        chunks: list[GenerationChunk] = []
-        try:
-            async for chunk in stream:
-                if request.abandoned:
-                    break
-                chunks.append(chunk)
-                self.dispatcher.emit(request, chunk)
-        finally:
-            if hasattr(stream, "aclose"):
-                await stream.aclose()
-        return request.result_from_chunks(chunks)
 
     # The end of the dispatcher
 
@@ -427,21 +395,45 @@ class Scheduler:
         return self.pool.register_tokens(tokens, loops, cache_window, salt)
 
     async def aregister_prefix(
-        self, tokens: Sequence[int], loops: int = DEFAULT_LOOPS, cache_window: int = 0, salt: str = ""
+        self, tokens: Sequence[int], loops: int = DEFAULT_LOOPS, cache_window: int = 0, salt: str = "", tenant: str = ""
     ) -> int:
-        """`register_prefix` in a worker thread, between two turns of the dispatcher."""
-        # Shielded: were the caller cancelled, the thread would go on without the lock.
-        return await asyncio.shield(self._register_between_turns(tokens, loops, cache_window, salt))
-
-    async def _register_between_turns(self, tokens: Sequence[int], loops: int, cache_window: int, salt: str) -> int:
-        async with self._turn_lock:
-            return await asyncio.to_thread(self.register_prefix, tokens, loops, cache_window, salt)
+        """`register_prefix` as a request among the others, whose tokens go on. Raises like `submit`."""
+        if not self._steps or not self.pool.capacity:
+            return self.pool.register_tokens(tokens, loops, cache_window, salt)
+        kept = GenerationRequest(
+            tokens, max_new_tokens=0, loops=loops, cache_window=cache_window, cache_salt=salt, tenant=tenant, keep=True
+        )
+        return (await self.submit(kept, slo_ms=math.inf)).prompt_tokens
 
     async def adrop_prefix(self, entry: Entry) -> None:
         """Keep a registered prefix no longer, between two turns of the dispatcher."""
         async with self._turn_lock:
             if entry in self.pool.registered:
                 self.pool.unregister(entry)
+
+    # Traces
+
+    @property
+    def traces(self) -> bool:
+        """Whether the engine can show what it would say after each loop."""
+        return hasattr(self.engine, "trace_loop")
+
+    async def trace(self, tokens: Sequence[int], loops: int, top: int, tenant: str = "") -> Trace:
+        """What the model would say after each loop: see `tinyloop.trace`. One trace at a time, a loop of it between two
+        turns of the dispatcher, and then as long a pause if requests run: others get half of the engine's time at
+        least. Raises RequestError or SchedulerShutdown."""
+        tracing = self.engine.tracing(tokens, loops, top)
+        async with self._tracing:
+            while not tracing.done:
+                async with self._turn_lock:
+                    self._check_not_draining()
+                    began = self._clock()
+                    await self.engine.trace_loop(tracing)
+                    seconds = self._clock() - began
+                    self.dispatcher.count_work(tenant, len(tokens), seconds)
+                if self.dispatcher.busy:
+                    await asyncio.sleep(seconds)
+        return cast("Trace", tracing.result())
 
     def prefix_pool_stats(self) -> dict[str, int]:
         """`{"entries", "total_cached_tokens"}`."""

@@ -13,7 +13,9 @@ class Settings:
 
     `default_max_tokens` bounds chat answers that name no limit. `keepalive_s`: an event stream that has been silent for
     so long gets a comment line. `body_timeout_s`: a body that is not here by then is not waited for. `write_timeout_s`:
-    a reader who takes nothing for so long has left.
+    a reader who takes nothing for so long has left. `request_timeout_s`: a connection is closed that has brought no
+    whole request by then, unless something is being answered on it. Of `max_connections` more are closed at once: keep
+    it below the number of files that the process may open.
 
     `allowed_hosts` are the values of the Host header that are answered, without the port; none means all. Keep them to
     loopback names on a loopback address, or any web page can reach the server by rebinding its own name to 127.0.0.1.
@@ -28,6 +30,8 @@ class Settings:
     keepalive_s: float = 5.0
     body_timeout_s: float = 30.0
     write_timeout_s: float = 60.0
+    request_timeout_s: float = 30.0
+    max_connections: int = 900
     drain_timeout_s: float = 30.0
     allowed_hosts: tuple[str, ...] = ()
     api_keys: tuple[str, ...] = ()

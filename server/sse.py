@@ -6,8 +6,10 @@ status. After that an error is an event of its own and the stream still ends as 
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
+from pydantic_core import to_json
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
@@ -24,6 +26,16 @@ def event(data: str, name: str | None = None) -> str:
     """One event. `data` is JSON, or a word such as [DONE]."""
     safe = data if data.isascii() else data.translate(_LINE_BREAKS)
     return f"data: {safe}\n\n" if name is None else f"event: {name}\ndata: {safe}\n\n"
+
+
+def json_event(data: Any, name: str | None = None) -> str:
+    """One event that says `data`, in which there may be pydantic models."""
+    return event(to_json(data, inf_nan_mode="null").decode(), name)
+
+
+def named_event(name: str, /, **fields: Any) -> str:
+    """One event of an API whose events say their name twice."""
+    return json_event({"type": name, **fields}, name)
 
 
 async def disconnected(receive: Receive) -> None:
@@ -108,16 +120,18 @@ class EventStream(Response):
         self.status_code, self.background = 200, None
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
         self._started = False
-        self._last_sent = 0.0
-        self._turn = asyncio.Lock()  # events and keep-alive lines never interleave
+        self._sending = 0  # sends that the reader has not let go on yet
+        self._moved_at = 0.0  # when a send last began or ended
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._moved_at = asyncio.get_running_loop().time()
         body = asyncio.create_task(self._send_events(send))
-        others = [asyncio.create_task(disconnected(receive)), asyncio.create_task(self._keep_alive(send))]
+        others = [asyncio.create_task(disconnected(receive)), asyncio.create_task(self._watch(send))]
         try:
             await asyncio.wait({body, *others}, return_when=asyncio.FIRST_COMPLETED)
-            if body.done():
-                body.result()
+            if not body.done():
+                raise ClientGone
+            body.result()
         finally:
             await stop(body, *others)
             await self.events.aclose()
@@ -133,26 +147,30 @@ class EventStream(Response):
             await self._send(send, self.on_error(error).encode())
         await self._send(send, b"", more=False)
 
-    async def _keep_alive(self, send: Send) -> None:
+    async def _watch(self, send: Send) -> None:
+        """Break long silences. Returns once the reader has taken nothing for too long."""
         loop = asyncio.get_running_loop()
-        self._last_sent = loop.time()
-        while True:
-            silent = loop.time() - self._last_sent
-            await asyncio.sleep(self.keepalive_s - silent)
-            if loop.time() - self._last_sent >= self.keepalive_s:
-                await self._send(send, self.keepalive().encode())
+        with suppress(TimeoutError):
+            while True:
+                still = loop.time() - self._moved_at
+                left = (self.write_timeout_s if self._sending else self.keepalive_s) - still
+                if left > 0:
+                    await asyncio.sleep(min(left, self.write_timeout_s))
+                elif self._sending:
+                    return
+                else:
+                    async with asyncio.timeout(self.write_timeout_s):
+                        await self._send(send, self.keepalive().encode())
 
     async def _send(self, send: Send, body: bytes, *, more: bool = True) -> None:
-        async with self._turn:
-            try:
-                async with asyncio.timeout(self.write_timeout_s):
-                    if not self._started:
-                        self._started = True
-                        await send(self._start())
-                    await send({"type": "http.response.body", "body": body, "more_body": more})
-            except TimeoutError:
-                raise ClientGone from None
-            self._last_sent = asyncio.get_running_loop().time()
+        """Sends that wait for the reader go on in the order in which they came."""
+        now = asyncio.get_running_loop().time
+        self._sending, self._moved_at = self._sending + 1, now()
+        if not self._started:
+            self._started = True
+            await send(self._start())
+        await send({"type": "http.response.body", "body": body, "more_body": more})
+        self._sending, self._moved_at = self._sending - 1, now()
 
     def _start(self) -> Message:
         self.headers.update(self.late_headers())

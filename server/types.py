@@ -20,7 +20,7 @@ class GenerationRequest:
     how many recent tokens a token attends to, 0 for all.
     `prompt_logprobs` n asks for log-probabilities of the prompt's own tokens (None: none). `tenant` says on whose
     behalf this is: inside a priority, tenants get equal shares of the work. `token_ms` is the longest time between two
-    tokens that the caller accepts.
+    tokens that the caller accepts. `keep` registers the prompt as a prefix once it has been read.
     Raises RequestError naming the field for values that no model could accept.
     """
 
@@ -39,6 +39,7 @@ class GenerationRequest:
     prompt_logprobs: int | None = field(default=None, kw_only=True)
     tenant: str = field(default="", kw_only=True)
     token_ms: float | None = field(default=None, kw_only=True)
+    keep: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):

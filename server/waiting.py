@@ -160,7 +160,7 @@ class WaitingQueue(Generic[Waiter]):
         waiter.level = level
         self.push(waiter)
 
-    def serve(self, waiter: Waiter, work: float) -> None:
+    def serve(self, waiter: Waits, work: float) -> None:
         """So much work was done for a waiter's tenant."""
         level = self._levels.get(waiter.level)
         if level is not None and waiter.tenant in level.present:

@@ -221,6 +221,10 @@ class SteppingEngine:
             lease.segments.append(Segment(lease, segment.end, 1, lease.plan.loops, state="hidden"))
         return [TokenEvent(lease, lease.tokens[-1], "x", segment.loop, finish_reason=lease.finish_reason)]
 
+    def keep_prefix(self, lease: Lease, pool: object) -> int:
+        assert lease.finish_reason, "kept before it was read"
+        return pool.register_tokens(lease.tokens, lease.plan.loops, lease.plan.cache_window, lease.salt)
+
     def register_prefix(self, pool: object, tokens: list[int], loops: int, cache_window: int, salt: str) -> int:
         assert not self.stepping, "registering during a step"
         return pool.register_tokens(tokens, loops, cache_window)

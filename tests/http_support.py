@@ -15,6 +15,7 @@ import httpx
 import uvicorn
 
 from server.app import DrainingServer, create_app
+from server.connections import patient
 from server.engine import ModelInfo
 from server.scheduler import Scheduler
 from server.settings import Settings
@@ -136,7 +137,13 @@ async def listening(
     """Like `served`, on a real port, in this event loop and without signal handlers."""
     engine, settings = engine or ScriptedEngine(), settings or Settings(drain_timeout_s=1.0)
     scheduler = Scheduler(engine, **options)
-    config = uvicorn.Config(create_app(scheduler, settings), port=0, log_level="error", timeout_graceful_shutdown=2)
+    config = uvicorn.Config(
+        create_app(scheduler, settings),
+        http=patient(settings),
+        port=0,
+        log_level="error",
+        timeout_graceful_shutdown=2,
+    )
     server = DrainingServer(config, scheduler, settings.drain_timeout_s)
     task = asyncio.create_task(server._serve())
     try:

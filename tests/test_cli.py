@@ -126,10 +126,11 @@ def test_serve_listens_on_loopback_and_answers_only_to_its_names(served: dict[st
 def test_serve_passes_on_who_may_ask(served: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("b\n")
     options = f"--api-key a --api-key-file {tmp_path / 'keys'} --allow-host box --cors-origin * --busy-status 429"
+    options += " --max-connections 7"
     assert run("serve", *options.split()).exit_code == 0
     settings = served["settings"]
     assert (settings.api_keys, settings.cors_origins, settings.busy_status) == (("a", "b"), ("*",), 429)
-    assert settings.allowed_hosts == (*LOOPBACK, "box")
+    assert (settings.allowed_hosts, settings.max_connections) == ((*LOOPBACK, "box"), 7)
 
 
 def test_serve_passes_its_options_on(served: dict[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """The endpoints over the real engine and a tiny model."""
 
 import asyncio
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from server.engine import Engine
 from server.settings import Settings
 from tests.http_support import events, listening, served, until
+from tests.test_openapi import held_to
 from tests.tiny_models import tiny_model
 
 COMPLETIONS = "/v1/completions"
@@ -183,3 +185,58 @@ async def test_every_arrival_is_counted_once_also_those_that_the_router_turns_aw
         metrics = (await client.get("/metrics")).text
     assert 'tinyloop_requests_total{outcome="done",reason="length"} 1.0' in metrics
     assert 'tinyloop_requests_total{outcome="rejected",reason="invalid"} 6.0' in metrics
+
+
+TRACE = "/tinyloop/v1/trace"
+
+
+async def test_a_trace_is_what_the_model_would_say_after_each_loop(engine: Engine) -> None:
+    async with served(engine) as (client, _):
+        response = await client.post(TRACE, json={"prompt": [5, 6, 7], "loops": 3, "top": 2})
+        metrics = (await client.get("/metrics")).text
+    assert response.json() == json.loads(engine.model.trace([5, 6, 7], loops=3, top=2).to_json())
+    held_to(response.json(), TRACE, "post", 200)
+    assert "tinyloop_loops_total 9.0" in metrics, "three tokens and three loops are counted"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "bound"),
+    [({"prompt": [1] * 129}, "prompt", "128"), ({"prompt": []}, "prompt", "empty"), ({"loops": 99}, "loops", "8"),
+     ({"top": 21}, "top", "20"), ({"prompt": [999]}, "prompt", "below")],
+)  # fmt: skip
+async def test_a_trace_that_cannot_be_is_400_and_names_the_bound(
+    engine: Engine, fields: dict[str, Any], param: str, bound: str
+) -> None:
+    async with served(engine) as (client, _):
+        response = await client.post(TRACE, json={"prompt": [1], **fields})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == param
+    assert bound in response.json()["error"]["message"]
+
+
+async def test_others_get_their_tokens_while_a_prompt_is_traced(engine: Engine) -> None:
+    """Between two loops of a trace there is a turn of the dispatcher. A trace holds a place in the queue."""
+    loops: list[int] = []  # tokens of the stream at each loop of a trace
+    seen: list[str] = []
+    trace_loop = engine.trace_loop
+
+    async def counted(tracing: Any) -> None:
+        loops.append(len(seen))
+        await trace_loop(tracing)
+
+    async with listening(engine, max_queue_depth=3) as (client, _):
+        engine.trace_loop = counted  # type: ignore[method-assign]
+        ask = {"prompt": [1] * 100, "loops": 8}
+        async with client.stream("POST", COMPLETIONS, json=body(max_tokens=100, stream=True, loops=1)) as stream:
+            lines = stream.aiter_lines()
+            await anext(lines)
+            traces = [asyncio.create_task(client.post(TRACE, json=ask)) for _ in range(2)]
+            async for line in lines:
+                seen.append(line)
+        answers = await asyncio.gather(*traces)
+        del engine.trace_loop
+        assert not client.server.scheduler.door.arriving  # type: ignore[attr-defined]
+    assert [answer.status_code for answer in answers] == [200, 200]
+    during = [count for count in loops if count < len(seen)]
+    assert len(during) > 4
+    assert len(set(during)) > 4, "tokens came between its loops"

@@ -350,5 +350,5 @@ async def test_a_stream_that_shutdown_cuts_ends_with_an_error_event() -> None:
         await until(lambda: engine.made >= 3)
         await scheduler_of(client).shutdown(drain_timeout_s=0.01)
         text = (await task).text
-    assert '"code": "draining"' in text
+    assert '"code":"draining"' in text
     assert text.endswith("data: [DONE]\n\n")

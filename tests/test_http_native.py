@@ -175,10 +175,11 @@ async def test_registering_waits_for_a_turn_and_does_not_disturb_who_runs() -> N
 @pytest.mark.parametrize(
     ("fields", "param"),
     [({}, "prompt"), ({"prompt": []}, "prompt"), ({"prompt": [1], "loops": 99}, "loops"), ({"prompt": [300]}, "prompt"),
-     ({"prompt": [1] * 500}, "prompt"), ({"prompt": [1], "cache_window": -1}, "cache_window")],
+     ({"prompt": [1] * 500}, "prompt"), ({"prompt": [1] * 100, "loops": 8}, "prompt"),
+     ({"prompt": [1], "cache_window": -1}, "cache_window")],
 )  # fmt: skip
 async def test_a_prefix_that_cannot_be_is_400_and_named(fields: dict[str, Any], param: str) -> None:
-    async with serving() as (client, _):
+    async with serving(pages=20) as (client, _):
         assert (await post(client, f"{URL}/prefixes", 400, **fields))["error"]["param"] == param
 
 

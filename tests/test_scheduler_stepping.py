@@ -467,6 +467,13 @@ async def test_shutdown_does_not_release_under_a_running_step():
     engine.check()
 
 
+async def test_a_reader_has_its_token_before_the_next_step_begins():
+    async with Running() as (engine, scheduler):
+        stream = scheduler.submit_stream(request(1, 2, new=5))
+        begun = [bool(engine.stepping) async for _ in stream]
+    assert begun == [False] * 5
+
+
 # Prefixes
 
 
@@ -483,6 +490,35 @@ async def test_prefixes_are_registered_between_steps():
         await running
         assert scheduler.register_prefix([1, 2, 3, 4], loops=2) == 4
         assert scheduler.prefix_pool_stats() == {"entries": 2, "total_cached_tokens": 7}
+
+
+async def test_others_get_their_tokens_while_a_long_prefix_is_registered():
+    async with Running() as (engine, scheduler):
+        stream = scheduler.submit_stream(request(1, new=100))
+        first = await anext(stream)
+        registering = asyncio.create_task(scheduler.aregister_prefix(list(range(80)), loops=4))
+        during = [chunk.token_id async for chunk in stream if not registering.done()]
+        assert await registering == 80
+        assert scheduler.prefix_pool_stats() == {"entries": 1, "total_cached_tokens": 80}
+        prompt_steps = [step for step in engine.steps if any(s.lease.max_new_tokens == 0 for s in step)]
+        alone = [step for step in prompt_steps if all(s.lease.max_new_tokens == 0 for s in step)]
+    assert first.token_id == 2
+    assert len(during) > 4
+    assert len(prompt_steps) > 4
+    assert not alone, "the stream is in every step of the registration"
+
+
+async def test_a_registration_whose_caller_leaves_keeps_nothing():
+    async with Running() as (engine, scheduler):
+        engine.gate.clear()
+        registering = asyncio.create_task(scheduler.aregister_prefix([1, 2, 3]))
+        await engine.entered.wait()
+        registering.cancel()
+        await settle()
+        engine.gate.set()
+        await settle()
+        assert scheduler.prefix_pool_stats()["entries"] == 0
+        engine.check()
 
 
 async def test_what_a_prefix_saved_is_counted_once_and_is_no_work_ahead():

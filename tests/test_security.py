@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -172,12 +173,15 @@ async def test_a_body_that_does_not_come_is_408_and_held_no_place() -> None:
     assert json.loads(answer.partition("\r\n\r\n")[2])["error"]["code"] == "request_timeout"
 
 
-async def test_a_reader_who_takes_nothing_has_left() -> None:
+@pytest.mark.parametrize("speaks", [True, False], ids=["events", "keep-alive lines only"])
+async def test_a_reader_who_takes_nothing_has_left(speaks: bool) -> None:
     closed: list[bool] = []
 
     async def words() -> Any:
-        while True:
+        while speaks:
             yield "data: x\n\n"
+        await asyncio.Event().wait()
+        yield ""
 
     async def close() -> None:
         closed.append(True)
@@ -188,7 +192,7 @@ async def test_a_reader_who_takes_nothing_has_left() -> None:
     async def silent() -> Any:
         await asyncio.Event().wait()
 
-    stream = EventStream(words(), on_error=lambda error: "", on_close=close, write_timeout_s=0.05)
+    stream = EventStream(words(), on_error=lambda error: "", on_close=close, write_timeout_s=0.05, keepalive_s=0.1)
     with pytest.raises(ClientGone):
         await asyncio.wait_for(stream({"type": "http"}, silent, stuck), 5)
     assert closed
@@ -216,6 +220,72 @@ async def test_a_stream_that_nobody_reads_frees_its_request() -> None:
         cancelled = 'outcome="cancelled",reason="client"} 1.0' in (await client.get("/metrics")).text
         writer.transport.abort()
     assert cancelled
+
+
+# Connections
+
+
+async def lasts(client: Any, *pieces: bytes, every_s: float = 0.05) -> bytes:
+    """What a connection is answered that sends these pieces and then waits for its end."""
+    reader, writer = await asyncio.open_connection(client.base_url.host, client.base_url.port)
+    told = bytearray()
+
+    async def listen() -> None:
+        with suppress(ConnectionError):
+            while some := await reader.read(1 << 16):
+                told.extend(some)
+
+    ended = asyncio.create_task(listen())
+    for piece in pieces:
+        writer.write(piece)
+        await asyncio.wait({ended}, timeout=every_s)
+        if ended.done():
+            break
+    await asyncio.wait_for(ended, 5)
+    writer.transport.abort()
+    return bytes(told)
+
+
+HEAD = b"GET /health HTTP/1.1\r\nhost: x\r\n"
+POST = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 900\r\n\r\n".encode()
+
+
+@pytest.mark.parametrize(
+    ("pieces", "answered"),
+    [((), 0), ((b"GET",), 0), ((HEAD, *[b"x-a: b\r\n"] * 20), 0), ((HEAD + b"\r\n", HEAD, *[b"x-a: b\r\n"] * 20), 1),
+     ((HEAD + b"content-length: 900\r\n\r\n", *[b"x"] * 20), 1)],
+    ids=["silent", "begun", "dripping headers", "dripping the second request", "dripping a body that nobody reads"],
+)  # fmt: skip
+async def test_a_connection_without_a_whole_request_is_closed_in_time(pieces: Any, answered: int) -> None:
+    settings = Settings(request_timeout_s=0.3, body_timeout_s=20.0, drain_timeout_s=1.0)
+    async with listening(settings=settings) as (client, _):
+        began = asyncio.get_running_loop().time()
+        answer = await lasts(client, *pieces)
+        took = asyncio.get_running_loop().time() - began
+    assert answer.count(b"HTTP/1.1 200") == answered
+    assert took < 3
+
+
+async def test_who_is_being_answered_is_not_closed() -> None:
+    """A long answer outlasts the limit, also while half of a next request is there; so does a body that is read."""
+    engine = ScriptedEngine("x" * 30, delay_s=0.03)
+    async with listening(engine, Settings(request_timeout_s=0.2, drain_timeout_s=1.0)) as (client, _):
+        body = json.dumps(chat(stream=True)).encode().ljust(900)
+        answer = await lasts(client, POST + body[:10], body[10:] + b"GET /h", every_s=0.5)
+    assert answer.count(b"data: [DONE]") == 1
+
+
+async def test_connections_beyond_the_bound_are_closed_and_leave_the_others_alone() -> None:
+    async with listening(settings=Settings(max_connections=3, drain_timeout_s=1.0)) as (client, _):
+        assert (await client.get("/health")).status_code == 200
+        held = [await asyncio.open_connection(client.base_url.host, client.base_url.port) for _ in range(2)]
+        assert await lasts(client, HEAD + b"\r\n") == b""
+        assert (await client.get("/health")).status_code == 200
+        for _, writer in held:
+            writer.transport.abort()
+        await until(lambda: len(client.server.server_state.connections) == 1)
+        answer = await lasts(client, HEAD + b"connection: close\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 200")
 
 
 # Refusals

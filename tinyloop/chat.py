@@ -73,11 +73,10 @@ class _Guard:
 
     def __init__(self, control_strings: Sequence[str]) -> None:
         # Digits survive what templates do to text: upper, lower, title, trim, tojson.
-        nonce = f"{secrets.randbits(128):039d}"
+        self._nonce = nonce = f"{secrets.randbits(128):039d}"
         self.end_mark = f"{nonce}99999 "
         self._control = list(control_strings)
         self._spelled = re.compile("|".join(map(re.escape, self._control)) or r"(?!)")
-        self._stand_in = re.compile(nonce + r"(\d{5})")
         self._numbers = {text: f"{nonce}{i:05d}" for i, text in enumerate(self._control)}
 
     def protect(self, value: Any) -> Any:
@@ -90,7 +89,7 @@ class _Guard:
 
     def encode(self, tokenizer: Tokenizer, text: str) -> list[int]:
         """Ids of rendered text: control tokens where the template wrote them, plain text where a user did."""
-        if not self._stand_in.search(text):
+        if self._nonce not in text:
             return _encode(tokenizer, text, special=True)
         ids, at = [], 0
         for match in self._spelled.finditer(text):
@@ -100,7 +99,8 @@ class _Guard:
         return ids + self._encode_between(tokenizer, text[at:])
 
     def _encode_between(self, tokenizer: Tokenizer, text: str) -> list[int]:
-        restored, found = self._stand_in.subn(lambda match: self._control[int(match[1])], text)
+        stand_in = self._nonce + r"(\d{5})"
+        restored, found = re.subn(stand_in, lambda match: self._control[int(match[1])], text)
         return _encode(tokenizer, restored, special=not found)
 
 

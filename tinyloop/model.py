@@ -30,7 +30,7 @@ from tinyloop.sampling import MAX_LOGPROBS, Logprobs, SamplingParams
 from tinyloop.sequence import Lease, TokenEvent
 from tinyloop.stack import LoopedStack
 from tinyloop.tokenizer import Tokenizer
-from tinyloop.trace import Trace, trace
+from tinyloop.trace import Trace, Tracing
 
 Prompt = str | Sequence[int]
 LEAST_KV_BYTES = 256 * 2**20
@@ -158,15 +158,19 @@ class Model:
         salt: str = "",
     ) -> int:
         """Compute a prefix and pin it in `pool`; returns the number of tokens cached."""
-        if self.config.whole_prompt:
-            raise RequestError(
-                "tokens", f"{self.config.family} runs each prompt as a whole: no prefix of it can be kept"
-            )
+        self.check_keeps_prefixes()
         plan = make_plan(self.config, loops=loops, cache_window=cache_window)
         kept: list[int] = []
         job = self._job(tokens, plan, pool=pool, salt=salt)
         Batch(self.runner, [job], lambda lease: kept.append(self.runner.keep_prefix(lease, pool))).run()
         return kept[0]
+
+    def check_keeps_prefixes(self) -> None:
+        """Raises RequestError for a family of which no prefix can be kept."""
+        if self.config.whole_prompt:
+            raise RequestError(
+                "tokens", f"{self.config.family} runs each prompt as a whole: no prefix of it can be kept"
+            )
 
     def stream(
         self,
@@ -210,13 +214,20 @@ class Model:
 
         Slow, like the oracle, and quadratic in the prompt. Raises RequestError naming the field that is out of bounds.
         """
+        tracing = self.tracing(prompt, loops=loops, top=top)
+        while not tracing.done:
+            tracing.step()
+        return tracing.result()
+
+    def tracing(self, prompt: Prompt, *, loops: int | None = None, top: int = 5) -> Tracing:
+        """`trace`, a loop at a time. Raises like it."""
         plan, tokens = make_plan(self.config, loops=loops), self._known(prompt)
         whole("top", top, 1, MAX_LOGPROBS)
         if len(tokens) > self.config.max_context:
             raise ContextOverflow(
                 "prompt", f"prompt must have at most {self.config.max_context} tokens, got {len(tokens)}"
             )
-        return trace(self.name, self.stack, self.tokenizer, tokens, plan.loops, top)
+        return Tracing(self.name, self.stack, self.tokenizer, tokens, plan.loops, top)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt given as text or as ids. Raises RequestError("prompt") for anything else."""

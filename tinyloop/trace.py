@@ -61,11 +61,29 @@ class Trace:
         return json.dumps(asdict(self), indent=1, ensure_ascii=False)
 
 
-def trace(name: str, stack: LoopedStack, tokenizer: Tokenizer, tokens: Sequence[int], loops: int, top: int) -> Trace:
-    """A trace of `tokens` with the `top` likeliest tokens of each view."""
-    views = zip(*(_views(tokenizer, passed, top) for passed in _passes(stack, tokens, loops)), strict=True)
-    traced = (TokenTrace(t, _text(tokenizer, t), row) for t, row in zip(tokens, views, strict=True))
-    return Trace(name, loops, tuple(traced))
+class Tracing:
+    """A trace of `tokens` under way, with the `top` likeliest tokens of each view: a loop at a time, for those who have
+    other things to do in between."""
+
+    def __init__(
+        self, name: str, stack: LoopedStack, tokenizer: Tokenizer, tokens: Sequence[int], loops: int, top: int
+    ) -> None:
+        self.name, self.tokenizer, self.tokens, self.loops, self.top = name, tokenizer, tokens, loops, top
+        self._passes = _passes(stack, tokens, loops)
+        self._views: list[list[LoopView]] = []  # by loop, then by token
+
+    @property
+    def done(self) -> bool:
+        return len(self._views) == self.loops
+
+    def step(self) -> None:
+        """One more loop of all tokens."""
+        self._views.append(_views(self.tokenizer, next(self._passes), self.top))
+
+    def result(self) -> Trace:
+        """The trace, once it is done."""
+        rows = zip(self.tokens, zip(*self._views, strict=True), strict=True)
+        return Trace(self.name, self.loops, tuple(TokenTrace(t, _text(self.tokenizer, t), row) for t, row in rows))
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from server.routers.telling import Teller, renaming, tell
 from server.schemas import anthropic as shapes
 from server.schemas.common import made, parse
 from server.schemas.openai import ChatRequest
-from server.sse import event
+from server.sse import json_event, named_event
 from server.types import GenerationChunk, GenerationResult
 from tinyloop.tools import Piece
 
@@ -127,7 +127,7 @@ class MessageTeller(Teller):
         return self.message.model_dump()
 
     def opening(self) -> Iterator[str]:
-        yield _event("message_start", message=self.message.model_dump(exclude={"tinyloop"}))
+        yield named_event("message_start", message=self.message.model_dump(exclude={"tinyloop"}))
 
     def token(self, chunk: GenerationChunk) -> Iterator[str]:
         yield from self._add(self.view.pieces(0, chunk.text))
@@ -138,14 +138,14 @@ class MessageTeller(Teller):
         self._finish(result)
         message = self.message.model_dump()
         delta = {"stop_reason": message["stop_reason"], "stop_sequence": message["stop_sequence"]}
-        yield _event("message_delta", delta=delta, usage=message["usage"], tinyloop=message["tinyloop"])
-        yield _event("message_stop")
+        yield named_event("message_delta", delta=delta, usage=message["usage"], tinyloop=message["tinyloop"])
+        yield named_event("message_stop")
 
     def failing(self, problem: Problem) -> Iterator[str]:
-        yield event(json.dumps(dress(problem)), "error")
+        yield json_event(dress(problem), "error")
 
     def waiting(self, request: "ScheduledRequest") -> str:
-        return _event("ping")
+        return named_event("ping")
 
     def _add(self, pieces: Iterable[Piece]) -> Iterator[str]:
         for piece in pieces:
@@ -171,7 +171,7 @@ class MessageTeller(Teller):
     def _begin(self, block: shapes.TextContent | shapes.ToolUse) -> Iterator[str]:
         self._open, self._arguments = True, ""
         self.message.content = [*self.message.content, block]
-        yield _event("content_block_start", index=self._index, content_block=block.model_dump())
+        yield named_event("content_block_start", index=self._index, content_block=block)
 
     def _close(self) -> Iterator[str]:
         if not self._open:
@@ -180,10 +180,10 @@ class MessageTeller(Teller):
         block = self.message.content[-1]
         if isinstance(block, shapes.ToolUse):
             block.input = _object(self._arguments)
-        yield _event("content_block_stop", index=self._index)
+        yield named_event("content_block_stop", index=self._index)
 
     def _delta(self, **delta: Any) -> str:
-        return _event("content_block_delta", index=self._index, delta=delta)
+        return named_event("content_block_delta", index=self._index, delta=delta)
 
     @property
     def _index(self) -> int:
@@ -218,7 +218,3 @@ def _object(arguments: str) -> dict[str, Any]:
     except ValueError:
         return {}
     return value if isinstance(value, dict) else {}
-
-
-def _event(name: str, /, **fields: Any) -> str:
-    return event(json.dumps({"type": name} | fields, ensure_ascii=False, allow_nan=False, separators=(",", ":")), name)

@@ -3,7 +3,6 @@
 The model is loaded for as long as the process lives, so loading it again finds it there, and unloading is refused.
 """
 
-import json
 import uuid
 from collections.abc import Iterator
 from dataclasses import replace
@@ -22,7 +21,7 @@ from server.routers.telling import Teller, renaming, tell
 from server.schemas import lmstudio as shapes
 from server.schemas.common import made, parse
 from server.schemas.openai import ChatRequest
-from server.sse import event
+from server.sse import named_event
 from server.store import ResponseStore, Stored
 from server.types import GenerationChunk, GenerationResult
 from tinyloop.errors import ContextOverflow, RequestError
@@ -160,23 +159,23 @@ class ChatTeller(Teller):
 
     def opening(self) -> Iterator[str]:
         yield from self._announce()
-        yield _named("prompt_processing.end")
-        yield _named("message.start")
+        yield named_event("prompt_processing.end")
+        yield named_event("message.start")
 
     def token(self, chunk: GenerationChunk) -> Iterator[str]:
         self.tokens += 1
         self.text += chunk.text
         if chunk.text:
-            yield _named("message.delta", content=chunk.text)
+            yield named_event("message.delta", content=chunk.text)
 
     def closing(self, result: GenerationResult) -> Iterator[str]:
-        yield _named("message.end")
-        yield _named("chat.end", result=self.whole(result))
+        yield named_event("message.end")
+        yield named_event("chat.end", result=self.whole(result))
 
     def failing(self, problem: Problem) -> Iterator[str]:
-        yield _named("error", **dress(problem))
+        yield named_event("error", **dress(problem))
         partial = GenerationResult(text=self.text, token_ids=(0,) * self.tokens)
-        yield _named("chat.end", result=self._answer(partial))
+        yield named_event("chat.end", result=self._answer(partial))
 
     def waiting(self, request: "ScheduledRequest") -> str:
         """How far the prompt has been read, while it is being read."""
@@ -184,13 +183,13 @@ class ChatTeller(Teller):
             return super().waiting(request)
         whole = 0.0 if request.prepared is None else request.prepared.prompt_work
         progress = 1 - request.prompt_left / whole if whole else 0.0
-        return "".join([*self._announce(), _named("prompt_processing.progress", progress=round(progress, 4))])
+        return "".join([*self._announce(), named_event("prompt_processing.progress", progress=round(progress, 4))])
 
     def _announce(self) -> Iterator[str]:
         if not self._announced:
             self._announced = True
-            yield _named("chat.start", model_instance_id=self.view.model)
-            yield _named("prompt_processing.start")
+            yield named_event("chat.start", model_instance_id=self.view.model)
+            yield named_event("prompt_processing.start")
 
     def _answer(self, result: GenerationResult) -> dict[str, Any]:
         per_second, first_s, _ = rate(result)
@@ -208,10 +207,6 @@ class ChatTeller(Teller):
             tinyloop=loop_report([result], self.view.slo),
         )
         return answer.model_dump(exclude={"response_id"})
-
-
-def _named(name: str, **fields: Any) -> str:
-    return event(json.dumps({"type": name} | fields, ensure_ascii=False, allow_nan=False), name)
 
 
 def _config(info: "ModelInfo") -> shapes.LoadConfig:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
+from pydantic_core import to_json
 
 from server.openapi import NamedEvent, described
 from server.routers import asked
@@ -16,17 +17,17 @@ from server.routers.shared import (
     Job,
     off_loop,
     read_body,
-    read_json,
     refusal,
     scheduler_of,
     settings_of,
     tenant_of,
+    undropped,
 )
-from server.routers.telling import tell
+from server.routers.telling import renaming, tell
 from server.schemas import native as shapes
 from server.schemas.common import parse
 from server.schemas.openai_answers import LoopRange
-from server.sse import EventStream, event
+from server.sse import EventStream, named_event, unless_gone
 from server.types import GenerationRequest
 from server.watch import Watch
 from tinyloop.errors import RequestError
@@ -45,7 +46,17 @@ GENERATE = described(
     events=NamedEvent,
     busy=True,
 )
-REGISTER = described(shapes.Register, None, {"prompt": "Answer in one short sentence.", "loops": 2}, refusals=[501])
+REGISTER = described(
+    shapes.Register, None, {"prompt": "Answer in one short sentence.", "loops": 2}, refusals=[501], busy=True
+)
+TRACE = described(
+    shapes.TraceRequest,
+    shapes.Traced,
+    {"prompt": "The capital of France is", "loops": 4, "top": 3},
+    busy=True,
+    refusals=[501],
+)
+MOST_TRACED = 128  # tokens; a loop of as many takes about as long as a step with a whole chunk of a prompt
 LOOK_EVERY_S = 1.0  # a watcher who hears of no move gets a snapshot so often, if anything is different
 
 
@@ -137,23 +148,47 @@ async def _tokens(tokenizer: "Tokenizer", prompt: str | list[int]) -> list[int]:
     return tokens
 
 
+@router.post("/trace", **TRACE)
+async def trace(request: Request) -> Response:
+    """What the model would say after each loop, for each token of a short prompt. Others' tokens go on meanwhile."""
+    scheduler = scheduler_of(request)
+    with scheduler.arrival() as arrival:
+        with scheduler.counting_refusals():
+            body = parse(shapes.TraceRequest, await read_body(request, arrival))
+            if not scheduler.traces:
+                raise refusal(501, "not_supported", "this engine shows no loops")
+            tokens = await _tokens(scheduler.tokenizer, body.prompt)
+            asked.check_tokens(scheduler.info.vocab_size, prompt=tokens)
+            if len(tokens) > MOST_TRACED:
+                raise RequestError("prompt", f"prompt: at most {MOST_TRACED} tokens are traced, got {len(tokens)}")
+            loops = asked.within("loops", body.loops or scheduler.info.default_loops, scheduler.info)
+        # The place in the queue is held until the end.
+        work = scheduler.trace(tokens, loops, body.top, tenant_of(request))
+        traced = await unless_gone(request.receive, work)
+    return Response(to_json(traced, inf_nan_mode="null"), media_type="application/json")
+
+
 # Prefixes
 
 
 @router.post("/prefixes", status_code=201, **REGISTER)
 async def register(request: Request) -> shapes.Prefix:
-    """Compute a prefix and keep it. Nobody else's tokens are made meanwhile."""
-    scheduler = scheduler_of(request)
-    body = parse(shapes.Register, await read_json(request))
-    scheduler.check_open()
-    tokens = await _tokens(scheduler.tokenizer, body.prompt)
-    asked.check_tokens(scheduler.info.vocab_size, prompt=tokens)
-    loops = body.loops or scheduler.info.default_loops
-    asked.within("loops", loops, scheduler.info)
-    asked.answer_limit(len(tokens), 0, 0, scheduler.info, "prompt")
-    salt = asked.cache_salt(body.cache_salt, tenant_of(request))
-    if not await scheduler.aregister_prefix(tokens, loops, body.cache_window, salt):
-        raise refusal(501, "not_supported", "this server was started to keep no prefixes")
+    """Compute a prefix and keep it. It is read like any prompt, beside the requests of others."""
+    scheduler, tenant = scheduler_of(request), tenant_of(request)
+    with scheduler.arrival() as arrival, renaming({"tokens": "prompt", "max_new_tokens": "prompt"}.get):
+        with scheduler.counting_refusals():
+            body = parse(shapes.Register, await read_body(request, arrival))
+            tokens = await _tokens(scheduler.tokenizer, body.prompt)
+            asked.check_tokens(scheduler.info.vocab_size, prompt=tokens)
+            loops = body.loops or scheduler.info.default_loops
+            asked.within("loops", loops, scheduler.info)
+            asked.answer_limit(len(tokens), 0, 0, scheduler.info, "prompt")
+            if not scheduler.pool.capacity:
+                raise refusal(501, "not_supported", "this server was started to keep no prefixes")
+        salt = asked.cache_salt(body.cache_salt, tenant)
+        arrival.release()
+        kept = scheduler.aregister_prefix(tokens, loops, body.cache_window, salt, tenant)
+        await unless_gone(request.receive, undropped(kept))
     return _prefix(Entry(tuple(tokens), loops, body.cache_window, salt=salt))
 
 
@@ -208,7 +243,7 @@ async def watch(request: Request) -> EventStream:
 
     return EventStream(
         _moves(scheduler, view, tenant_of(request)),
-        on_error=lambda error: event("{}", "end"),
+        on_error=lambda error: named_event("end"),
         on_close=leave,
         keepalive_s=settings_of(request).keepalive_s,
         write_timeout_s=settings_of(request).write_timeout_s,
@@ -217,24 +252,20 @@ async def watch(request: Request) -> EventStream:
 
 async def _moves(scheduler: "Scheduler", view: Watch, tenant: str) -> AsyncGenerator[str, None]:
     shown = _snapshot(scheduler, tenant)
-    yield _event("snapshot", shown.model_dump())
+    yield named_event("snapshot", **dict(shown))
     while not (scheduler.draining and not scheduler.requests()):
         move = await view.next(LOOK_EVERY_S)
         if missed := view.take_missed():
-            yield _event("missed", {"moves": missed})
+            yield named_event("missed", moves=missed)
         if move is not None:
             moved = {"previous": move.previous, "state": move.state, "at": round(move.at, 6)}
-            yield _event("move", moved | {"request": row(move.request, tenant).model_dump()})
+            yield named_event("move", **moved, request=row(move.request, tenant))
         elif (now := _snapshot(scheduler, tenant)) != shown:
             shown = now
-            yield _event("snapshot", now.model_dump())
-    yield _event("end", {})
+            yield named_event("snapshot", **dict(now))
+    yield named_event("end")
 
 
 def _snapshot(scheduler: "Scheduler", tenant: str) -> shapes.Snapshot:
     rows: Iterator[Any] = (row(one, tenant) for one in scheduler.requests())
     return shapes.Snapshot(**scheduler.snapshot(), requests=list(rows))
-
-
-def _event(name: str, data: dict[str, Any]) -> str:
-    return event(json.dumps({"type": name} | data, allow_nan=False), name)

@@ -1,6 +1,5 @@
 """How the native endpoints show a generation, token by token, and a request in the queue."""
 
-import json
 from collections.abc import Iterator, Sequence
 from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any
@@ -9,7 +8,7 @@ from server.routers.openai_views import finite, spelling
 from server.routers.shared import Problem, openai_error
 from server.routers.telling import Teller
 from server.schemas import native as shapes
-from server.sse import event
+from server.sse import named_event
 from server.types import GenerationChunk, GenerationResult
 
 if TYPE_CHECKING:
@@ -27,26 +26,25 @@ class GenerateTeller(Teller):
     def whole(self, result: GenerationResult) -> dict[str, Any]:
         loops = chain(result.token_loops, repeat(None))
         logprobs = chain(result.logprobs, repeat(None))
-        tokens = [self._token(*one) for one in zip(result.token_ids, loops, logprobs, strict=False)]
+        tokens = [shapes.Token(**self._token(*one)) for one in zip(result.token_ids, loops, logprobs, strict=False)]
         return self._answer(result, tokens).model_dump()
 
     def opening(self) -> Iterator[str]:
-        yield _event("start", request_id=self.request_id, model=self.model)
+        yield named_event("start", request_id=self.request_id, model=self.model)
 
     def token(self, chunk: GenerationChunk) -> Iterator[str]:
-        token = self._token(chunk.token_id, chunk.loops, chunk.logprobs, chunk.text)
-        yield _event("token", **token.model_dump())
+        yield named_event("token", **self._token(chunk.token_id, chunk.loops, chunk.logprobs, chunk.text))
 
     def closing(self, result: GenerationResult) -> Iterator[str]:
-        yield _event("done", **self._answer(result, []).model_dump(exclude={"tokens"}))
+        yield named_event("done", **self._answer(result, []).model_dump(exclude={"tokens"}))
 
     def failing(self, problem: Problem) -> Iterator[str]:
-        yield _event("error", **openai_error(problem))
+        yield named_event("error", **openai_error(problem))
 
     def _answer(self, result: GenerationResult, tokens: list[shapes.Token]) -> shapes.Generated:
         first_s = result.timings.first_token_s
         tokens_scored = zip(tuple(self.prompt)[1:], result.prompt_logprobs, strict=False)
-        scored = [self._token(token, None, logprobs) for token, logprobs in tokens_scored]
+        scored = [shapes.Token(**self._token(token, None, logprobs)) for token, logprobs in tokens_scored]
         return shapes.Generated(
             request_id=self.request_id,
             model=self.model,
@@ -70,16 +68,16 @@ class GenerateTeller(Teller):
 
     def _token(
         self, token: int, loops: int | None, logprobs: "Logprobs | None", text: str | None = None
-    ) -> shapes.Token:
-        """`text` is what a token adds to the answer; alone it is spelled out."""
+    ) -> dict[str, Any]:
+        """`shapes.Token`. `text` is what a token adds to the answer; alone it is spelled out."""
         text = spelling(self.tokenizer, token)[1] if text is None else text
-        shown = shapes.Token(id=token, text=text, loops=loops)
+        shown = {"id": token, "text": text, "loops": loops, "logprob": None, "top": None}
         if logprobs is not None:
-            shown.logprob = finite(logprobs.chosen)
-            shown.top = [
-                shapes.Candidate(id=one, text=spelling(self.tokenizer, one)[1], logprob=finite(logprob))
+            top = [
+                {"id": one, "text": spelling(self.tokenizer, one)[1], "logprob": finite(logprob)}
                 for one, logprob in logprobs.top
             ]
+            shown |= {"logprob": finite(logprobs.chosen), "top": top}
         return shown
 
 
@@ -106,7 +104,3 @@ def row(request: "ScheduledRequest", tenant: str) -> shapes.Row:
 
 def _ms(seconds: float) -> float:
     return round(seconds * 1000, 3)
-
-
-def _event(name: str, /, **fields: Any) -> str:
-    return event(json.dumps({"type": name} | fields, ensure_ascii=False, allow_nan=False, separators=(",", ":")), name)

@@ -4,7 +4,6 @@ An exchange in order: read the body, find the depth and the prompt's tokens, mak
 be admitted, then answer whole or as a stream. Everything up to admission ends in a real HTTP status if it fails.
 """
 
-import json
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
@@ -37,7 +36,7 @@ from server.schemas import openai as shapes
 from server.schemas import openai_answers as answers
 from server.schemas.common import parse
 from server.schemas.openai_forms import NamedTool
-from server.sse import EventStream, event, merged, unless_gone
+from server.sse import EventStream, json_event, merged, unless_gone
 from server.types import GenerationRequest, GenerationResult
 from tinyloop.errors import RequestError
 from tinyloop.sampling import SamplingParams
@@ -267,7 +266,7 @@ async def respond(request: Request, view: View, job: Job, *, stream: bool) -> Re
     streams = await open_streams(scheduler_of(request), job)
     return EventStream(
         events(view, streams),
-        on_error=lambda error: event(json.dumps(error_body(error, request.state.request_id))) + DONE,
+        on_error=lambda error: json_event(error_body(error, request.state.request_id)) + DONE,
         on_close=lambda: close_all(streams),
         headers=stream_headers(streams, scheduler_of(request).info.default_loops),
         keepalive_s=settings_of(request).keepalive_s,

@@ -4,7 +4,6 @@ A view belongs to one HTTP request. Its choices are numbered prompt by prompt: c
 """
 
 import codecs
-import json
 import math
 import time
 import uuid
@@ -12,11 +11,12 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from server.routers.asked import NO_LIMIT, Slo
 from server.schemas import openai_answers as shapes
-from server.sse import event
+from server.sse import event, json_event
 from server.types import GenerationChunk, GenerationResult
 from tinyloop.tools import Piece, ToolReader
 
@@ -120,14 +120,15 @@ class View(ABC):
 
     def chunk(self, choice: dict[str, Any], result: GenerationResult | None = None) -> str:
         """One choice's chunk as an event; `result` once there is one."""
-        usage = self._usage(self._streamed, 0).model_dump() if self.running_usage else None
-        reason = choice["finish_reason"]
-        beside = {} if result is None or reason is None else self.beside([result], [reason])
-        return self._event([choice], ({"usage": usage} if self.include_usage else {}) | beside)
+        more: dict[str, Any] = {}
+        if self.include_usage:
+            more["usage"] = self._usage(self._streamed, 0) if self.running_usage else None
+        if result is not None and (reason := choice["finish_reason"]) is not None:
+            more |= self.beside([result], [reason])
+        return self._event([choice], more)
 
     def usage_chunk(self, results: Sequence[GenerationResult]) -> str:
-        report = loop_report(results, self.slo).model_dump()
-        return self._event([], {"usage": self.usage(results).model_dump(), "tinyloop": report})
+        return self._event([], {"usage": self.usage(results), "tinyloop": loop_report(results, self.slo)})
 
     def usage(self, results: Sequence[GenerationResult]) -> shapes.Usage:
         """A prompt counts once, however many choices it has."""
@@ -147,9 +148,12 @@ class View(ABC):
         tier = {"service_tier": self.service_tier}
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model} | tier
 
+    @cached_property
+    def _chunk_frame(self) -> dict[str, Any]:
+        return self._frame(self.chunk_kind)
+
     def _event(self, choices: list[dict[str, Any]], more: dict[str, Any]) -> str:
-        body = self._frame(self.chunk_kind) | {"choices": choices} | more
-        return event(json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":")))
+        return json_event({**self._chunk_frame, "choices": choices, **more})
 
 
 @dataclass(kw_only=True)
@@ -185,7 +189,7 @@ class ChatView(View):
         if self.logprobs and chunk.logprobs is not None:
             logprobs = shapes.ChatLogprobs(content=[self.logprob(chunk.token_id, chunk.logprobs)])
             shown = shown or [self._delta(index, {"content": ""})]
-            shown[0]["logprobs"] = logprobs.model_dump()
+            shown[0]["logprobs"] = logprobs
         return shown
 
     def closing(self, index: int, result: GenerationResult) -> list[dict[str, Any]]:
@@ -212,7 +216,7 @@ class ChatView(View):
         return "tool_calls" if called else result.finish_reason
 
     def _delta(self, index: int, delta: dict[str, Any], **more: Any) -> dict[str, Any]:
-        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None} | more
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **more}
 
     def logprobs_of(self, result: GenerationResult) -> list[shapes.ChosenLogprob]:
         return [self.logprob(*pair) for pair in zip(result.token_ids, result.logprobs, strict=False)]
@@ -276,20 +280,20 @@ class CompletionView(View):
         if not self.echoes:
             return None
         scored = self._logprobs(index, self._prompt(index, prompt_logprobs)) if self.logprobs else None
-        return self._delta(index, self._echo(index), logprobs=scored and scored.model_dump())
+        return self._delta(index, self._echo(index), logprobs=scored)
 
     def deltas(self, index: int, chunk: GenerationChunk) -> list[dict[str, Any]]:
         self._streamed += 1
         if not self.logprobs or chunk.logprobs is None:
             return [self._delta(index, chunk.text)] if chunk.text else []
         logprobs = self._logprobs(index, [(chunk.token_id, chunk.logprobs)])
-        return [self._delta(index, chunk.text, logprobs=logprobs.model_dump())]
+        return [self._delta(index, chunk.text, logprobs=logprobs)]
 
     def closing(self, index: int, result: GenerationResult) -> list[dict[str, Any]]:
         return [self._delta(index, "", finish_reason=result.finish_reason, stop_reason=result.stop_reason)]
 
     def _delta(self, index: int, text: str, **more: Any) -> dict[str, Any]:
-        return {"index": index, "text": text, "logprobs": None, "finish_reason": None} | more
+        return {"index": index, "text": text, "logprobs": None, "finish_reason": None, **more}
 
     def _echo(self, index: int) -> str:
         return self.echoes[index // self.n] if self.echoes else ""

@@ -4,7 +4,6 @@ An answer is a list of items, messages and function calls. Whole or streamed it 
 their events are sent differs.
 """
 
-import json
 import time
 import uuid
 from collections.abc import Iterable, Iterator
@@ -18,7 +17,7 @@ from server.routers.telling import Teller
 from server.schemas import responses as shapes
 from server.schemas import responses_answers as answers
 from server.schemas.openai_answers import ChosenLogprob
-from server.sse import event
+from server.sse import json_event
 from server.store import ResponseStore, Stored
 from server.types import GenerationChunk, GenerationResult
 from tinyloop.tools import Piece
@@ -85,7 +84,7 @@ class ResponseTeller(Teller):
     def waiting(self, request: "ScheduledRequest") -> str:
         """Clients of this API take comments for silence."""
         if self._announced:
-            return self._event("response.in_progress", response=self.resource.model_dump())
+            return self._event("response.in_progress", response=self.resource)
         return "".join(self._announce())
 
     def closed(self) -> None:
@@ -124,14 +123,13 @@ class ResponseTeller(Teller):
             yield from self._close("completed")
             message = answers.OutputMessage(id=f"msg_{uuid.uuid4().hex}", status="in_progress", content=[])
             yield from self._open(message)
-            yield self._part_event("response.content_part.added", part=answers.OutputText(text="").model_dump())
+            yield self._part_event("response.content_part.added", part=answers.OutputText(text=""))
             message.content = [answers.OutputText(text="")]
         assert isinstance(self._item, answers.OutputMessage)
         [part] = self._item.content
         part.text += text
         part.logprobs += logprobs
-        shown = [logprob.model_dump() for logprob in logprobs]
-        yield self._part_event("response.output_text.delta", delta=text, logprobs=shown)
+        yield self._part_event("response.output_text.delta", delta=text, logprobs=logprobs)
 
     def _call(self, name: str) -> Iterator[str]:
         key = f"fc_{uuid.uuid4().hex}"
@@ -141,7 +139,7 @@ class ResponseTeller(Teller):
     def _open(self, item: answers.OutputMessage | answers.FunctionCall) -> Iterator[str]:
         self._item = item
         self.resource.output = [*self.resource.output, item]
-        yield self._event("response.output_item.added", output_index=self._index, item=item.model_dump())
+        yield self._event("response.output_item.added", output_index=self._index, item=item)
 
     def _close(self, status: answers.ItemStatus) -> Iterator[str]:
         item, self._item = self._item, None
@@ -149,9 +147,9 @@ class ResponseTeller(Teller):
             return
         item.status = status
         if isinstance(item, answers.OutputMessage):
-            part = item.content[0].model_dump()
+            [part] = item.content
             where = {"item_id": item.id, "output_index": self._index, "content_index": 0}
-            text = {"text": part["text"], "logprobs": part["logprobs"]}
+            text = {"text": part.text, "logprobs": part.logprobs}
             yield self._event("response.output_text.done", **where, **text)
             yield self._event("response.content_part.done", **where, part=part)
         else:
@@ -159,7 +157,7 @@ class ResponseTeller(Teller):
             yield self._event(
                 "response.function_call_arguments.done", item_id=item.id, output_index=self._index, **call
             )
-        yield self._event("response.output_item.done", output_index=self._index, item=item.model_dump())
+        yield self._event("response.output_item.done", output_index=self._index, item=item)
 
     def _close_last(self, result: GenerationResult) -> Iterator[str]:
         """The end of the items. An answer without any has one message, an empty one."""
@@ -181,7 +179,7 @@ class ResponseTeller(Teller):
     def _event(self, name: str, /, **fields: Any) -> str:
         data = {"type": name, "sequence_number": self._sequence, **fields}
         self._sequence += 1
-        return event(json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")), name)
+        return json_event(data, name)
 
     # The resource
 

@@ -8,7 +8,7 @@ API fails.
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -154,8 +154,13 @@ async def run_all(scheduler: "Scheduler", job: Job) -> list[GenerationResult]:
 
 async def _run(scheduler: "Scheduler", job: Job, request: GenerationRequest) -> GenerationResult:
     job.arrival.release()  # and the next thing that happens is the submission
+    return await undropped(scheduler.submit(request, priority=job.priority, slo_ms=job.slo_ms))
+
+
+async def undropped(submission: Awaitable[T]) -> T:
+    """What was submitted, in a task of its own. Raises `dropped` where the scheduler cancels it."""
     try:
-        return await scheduler.submit(request, priority=job.priority, slo_ms=job.slo_ms)
+        return await submission
     except asyncio.CancelledError as ended:
         task = asyncio.current_task()
         if task is not None and task.cancelling():

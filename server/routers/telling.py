@@ -107,7 +107,8 @@ async def _events(teller: Teller, source: "ChunkStream") -> AsyncGenerator[str, 
     """The events of a streamed answer, the opening with the first token."""
     async with aclosing(source):
         async for chunk in source:
-            if text := "".join([*teller.open(), *teller.token(chunk)]):
+            opening = "" if teller.opened else "".join(teller.open())
+            if text := opening + "".join(teller.token(chunk)):
                 yield text
     yield "".join([*teller.open(), *teller.closing(result_of(source))])
 

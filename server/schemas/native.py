@@ -94,6 +94,46 @@ class Generated(BaseModel):
     times_ms: Times
 
 
+class TraceRequest(Body):
+    """POST /tinyloop/v1/trace. `top`: how many of the likeliest next tokens each view holds."""
+
+    prompt: Text | TokenIds
+    loops: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    top: Annotated[int, Field(ge=1, le=20)] = 5
+
+
+class Guess(BaseModel):
+    """One of the likeliest next tokens."""
+
+    token: int
+    text: str
+    probability: float
+
+
+class View(BaseModel):
+    """One token after one loop. `entropy` of all next tokens, in nats; `distance`: how far the loop moved the state,
+    |h_r - h_(r-1)| / |h_r|; `exited`: the probability of having left by then, null where there is no exit gate."""
+
+    top: list[Guess]
+    entropy: float
+    distance: float
+    exited: float | None
+
+
+class TokenTrace(BaseModel):
+    """A token of the prompt; `loops[r]` is the view after loop r + 1."""
+
+    token: int
+    text: str
+    loops: list[View]
+
+
+class Traced(BaseModel):
+    model: str
+    loops: int
+    tokens: list[TokenTrace]
+
+
 class Register(Body):
     """POST /tinyloop/v1/prefixes. `prompt` begins whatever is to profit from it, token for token."""
 
