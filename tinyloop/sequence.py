@@ -79,12 +79,8 @@ class Segment:
     loops: int  # how many it gets
     loop: int = 0  # how many it has run
     state: Any = None  # what the core carries, [rows, state_size]; None while it is fresh
-<<<<<<< HEAD
     slots: Any = None  # of its tokens in each row of the page table, once they have their pages
-    survival: float = 1.0  # probability of not having exited, for the adaptive rule
-=======
     survival: float = 1.0  # probability of not having exited, by the gate
->>>>>>> 8f3ea3096ef25e8ed34eb0b317cd1a0aa4e6c6aa
     whole: bool = False  # cutting it would change what is computed
 
     @property
