@@ -119,7 +119,6 @@ def serve(
     policy = Policy(_mode(dispatch), row_budget=row_budget, max_running=max_running)
     engine = Engine.load(model, dtype=dtype, weights=weights, kv_memory=memory, default_loops=loops)
     _check_memory(engine)
-    engine.commit_memory()
     if min_loops is not None and min_loops > engine.default_loops:
         raise typer.BadParameter(f"--min-loops must be at most {engine.default_loops}, the default loops")
     scheduler = Scheduler(

@@ -190,11 +190,15 @@ def linear_int8(x: Tensor, packed: Tensor, scales: Tensor, added: Tensor | None 
 
 
 def _blocks(weight: Tensor, inputs: int, together: int) -> Tensor:
-    """Blocks of 32 outputs and so many inputs, each [2, inputs / together, 16 outputs, together]; zeros at the ends."""
-    weight = F.pad(weight, (0, -weight.shape[1] % inputs, 0, -weight.shape[0] % SIDE))
-    out_features, in_features = weight.shape
-    shape = (out_features // SIDE, 2, SIDE // 2, in_features // inputs, inputs // together, together)
-    return weight.reshape(shape).permute(0, 3, 1, 4, 2, 5).contiguous()
+    """Blocks of 32 outputs and so many inputs, each [2, inputs / together, 16 outputs, together]; zeros at the ends.
+
+    Inputs that stay together take 4 bytes.
+    """
+    missing = -weight.shape[1] % inputs, -weight.shape[0] % SIDE
+    weight = F.pad(weight, (0, missing[0], 0, missing[1])) if any(missing) else weight.contiguous()
+    words = weight.view(torch.int32)  # inputs that stay together are one: three times as fast to move
+    shape = (len(weight) // SIDE, 2, SIDE // 2, weight.shape[1] // inputs, inputs // together)
+    return words.view(shape).permute(0, 3, 1, 4, 2).contiguous().view(weight.dtype)
 
 
 def _up(size: int, to: int) -> int:
