@@ -95,7 +95,9 @@ class Model:
         source = Weights(checkpoint, pick_dtype(dtype), pick_device(device), pick_int8(weights))
         stack = LoopedStack(family, config, source)
         checkpoint.finish()
-        return cls(checkpoint.name, stack, checkpoint.tokenizer, kv_memory=kv_memory)
+        name, tokenizer = checkpoint.name, checkpoint.tokenizer
+        del checkpoint, source  # the files are closed before there is memory for keys and values
+        return cls(name, stack, tokenizer, kv_memory=kv_memory)
 
     def generate(
         self,

@@ -57,15 +57,24 @@ class GGUFFile:
         return self.tensors[name].shape
 
     def read(self, name: str) -> torch.Tensor:
-        """f32, f16 and bf16 tensors as they are, mapped; quantised ones as new float32 tensors."""
+        """f32, f16 and bf16 tensors as they are, mapped; quantised ones as new float32 tensors, whose source then no
+        longer counts as memory of this process."""
         info = self.tensors[name]
         raw = np.frombuffer(self._data, np.uint8, info.size, info.start)
         if info.kind.name in _PLAIN:
             return torch.from_numpy(raw).view(_PLAIN[info.kind.name]).view(info.shape)
         try:
-            return torch.from_numpy(dequantize(raw.reshape(*info.shape[:-1], -1), info.kind))
+            tensor = torch.from_numpy(dequantize(raw.reshape(*info.shape[:-1], -1), info.kind))
         except NotImplementedError as error:
             raise CheckpointError(f"{self.path}: tensor {name} has unsupported type {info.kind.name}") from error
+        self._let_go(info)
+        return tensor
+
+    def _let_go(self, info: TensorInfo) -> None:
+        """Unload a tensor's pages; who reads them again gets them from the file."""
+        if hasattr(mmap, "MADV_DONTNEED"):  # Windows lacks it
+            first = info.start // mmap.PAGESIZE * mmap.PAGESIZE
+            self._data.madvise(mmap.MADV_DONTNEED, first, info.start + info.size - first)
 
 
 class _Malformed(Exception):
