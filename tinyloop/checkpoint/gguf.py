@@ -86,7 +86,7 @@ def _dequantized(raw: NDArray[np.uint8], info: TensorInfo) -> torch.Tensor:
         return torch.from_numpy(dequantize(raw.reshape(*info.shape[:-1], -1), info.kind))
     size, size_bytes = GGML_QUANT_SIZES[info.kind]
     blocks, values = torch.from_numpy(raw).view(-1, size_bytes), torch.empty(info.shape)
-    for source, target in zip(blocks.split(_CHUNK), values.view(-1, size).split(_CHUNK), strict=True):
+    for source, target in zip(torch.split(blocks, _CHUNK), torch.split(values.view(-1, size), _CHUNK), strict=True):
         _OWN[info.kind.name](source, target)
     return values
 
