@@ -149,17 +149,24 @@ def program_kernel(dtype: torch.dtype) -> Any | None:
 
 
 def pack(weight: Tensor) -> Tensor | None:
-    """Bfloat16 weights [out, in] in the order that `linear` reads; None if it cannot serve them."""
+    """Weights [out, in] in the order that `linear` reads; None if it cannot serve them."""
     if _kernel("linear", weight.dtype) is None or weight.device.type not in PLACES:
         return None
+    if weight.dtype == torch.float32:
+        return _lines(weight)
     return _blocks(weight, SIDE, 2)
+
+
+def missing_inputs(dtype: torch.dtype, in_features: int) -> int:
+    """How many more the rows that `linear` gets have to have."""
+    return -in_features % SIDE if dtype == torch.bfloat16 else 0
 
 
 def linear(x: Tensor, packed: Tensor, out_features: int, added: Tensor | None = None) -> Tensor:
     """`x @ weight.T + added` for weights that `pack` has packed. `x`: [rows, in]; `added`: [rows, out]."""
     kernel = _kernel("linear", x.dtype)
     assert kernel is not None, x.dtype
-    missing = -x.shape[1] % SIDE
+    missing = missing_inputs(x.dtype, x.shape[1])
     x = F.pad(x, (0, missing)) if missing else x.contiguous()  # padding with nothing would copy
     y = x.new_empty(x.shape[0], out_features)
     assert packed.numel() == _up(out_features, SIDE) * x.shape[1]
@@ -199,6 +206,13 @@ def _blocks(weight: Tensor, inputs: int, together: int) -> Tensor:
     words = weight.view(torch.int32)  # inputs that stay together are one: three times as fast to move
     shape = (len(weight) // SIDE, 2, SIDE // 2, weight.shape[1] // inputs, inputs // together)
     return words.view(shape).permute(0, 3, 1, 4, 2).contiguous().view(weight.dtype)
+
+
+def _lines(weight: Tensor) -> Tensor:
+    """For every 32 outputs one line of 32 for each input, [out / 32, in, 32]; zeros at the end."""
+    missing = -len(weight) % SIDE
+    weight = F.pad(weight, (0, 0, 0, missing)) if missing else weight
+    return weight.reshape(-1, SIDE, weight.shape[1]).transpose(1, 2).contiguous()
 
 
 def _up(size: int, to: int) -> int:
