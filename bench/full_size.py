@@ -74,14 +74,13 @@ class RandomTensors:
 
 
 def measure(name: str, raw: dict[str, Any], weights: str = "auto", kv_memory: int = KV_MEMORY) -> Figures:
-    """Predict, load, take the KV budget, and answer a prompt at the default loops."""
+    """Predict, load, and answer a prompt at the default loops."""
     dtype, int8 = torch.bfloat16, pick_int8(weights)
     predicted = inspect(raw, dtype, int8=int8, kv_memory=kv_memory)
     tokenizer = numbered(raw["vocab_size"])  # before: its memory is not the model's
     run(build("warm", small(raw), tokenizer, int8, 1 << 20))  # what torch and the kernels take once
     before, began = resident(), time.perf_counter()
     model = build(name, raw, tokenizer, int8, kv_memory)
-    model.runner.kv.commit()
     loaded_s, grown = time.perf_counter() - began, resident() - before
     prompt_s, token_s = run(model)
     return Figures(

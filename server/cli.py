@@ -10,7 +10,9 @@ import math
 import re
 import socket
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -28,12 +30,14 @@ if TYPE_CHECKING:
     from server.scheduler import DispatchMode, Engine, Scheduler
     from server.settings import Settings
     from tinyloop.model import Model
+    from tinyloop.tokenizer import Tokenizer
 
 cli = typer.Typer(name="tinyloop", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 _MOST_BYTES = 1 << 62  # more than any machine has, and still a number that can be compared with what it has
 SWITCH_S = 0.0005  # that the event loop waits for the interpreter while the engine has it; a tenth of what Python does
 UNREAD_MS = 60_000  # how long what was sent may lie unread
+PREPARE_S = 1.0  # after the start
 CLOSE_S = 5  # how long a client may take to read its last bytes before its connection is cut
 
 
@@ -112,22 +116,20 @@ def serve(
     from server.scheduler import Engine, Policy, Scheduler
     from server.security import LOOPBACK, read_keys
     from server.settings import Settings
-    from tinyloop.constraint import prepare
 
     keys = read_keys(api_key or (), api_key_file)
     address = bind(host, port)  # first, so that a taken port is known before a model has been loaded
     memory = None if kv_memory is None else _size(kv_memory)
     policy = Policy(_mode(dispatch), row_budget=row_budget, max_running=max_running)
-    engine = Engine.load(model, dtype=dtype, weights=weights, kv_memory=memory, default_loops=loops)
+    load = partial(Engine.load, model, dtype=dtype, weights=weights, kv_memory=memory, default_loops=loops)
+    engine = _while_importing(load)
     _check_memory(engine)
-    engine.commit_memory()
     if min_loops is not None and min_loops > engine.default_loops:
         raise typer.BadParameter(f"--min-loops must be at most {engine.default_loops}, the default loops")
     scheduler = Scheduler(
         engine, max_queue_depth=max_queue_depth, default_slo_ms=slo_ms, policy=policy, default_min_loops=min_loops,
         saturation_ms=saturation_ms, stall_after_s=stall_after,
     )  # fmt: skip
-    prepare(engine.tokenizer)
     hosts = (*LOOPBACK, *(allow_host or ())) if host in LOOPBACK else tuple(allow_host or ())
     settings = Settings(
         allowed_hosts=hosts, drain_timeout_s=drain_timeout, http_drain=http_drain, api_keys=keys,
@@ -135,6 +137,19 @@ def serve(
         busy_status=429 if busy_status == 429 else 503,
     )  # fmt: skip
     run_server(scheduler, settings, address)
+
+
+def _while_importing(load: Callable[[], "Engine"]) -> "Engine":
+    """What `load` returns. Meanwhile what serving needs is imported, which takes about as long."""
+    import tinyloop.model  # noqa: F401 - first, so that the two import nothing at once
+
+    with ThreadPoolExecutor(1, "load") as pool:
+        loading = pool.submit(load)
+        import uvicorn  # noqa: F401
+
+        import server.app  # noqa: F401
+
+        return loading.result()
 
 
 def _check_memory(engine: "Engine") -> None:
@@ -184,6 +199,16 @@ def run_server(scheduler: "Scheduler", settings: "Settings", address: socket.soc
 
 def _greet(scheduler: "Scheduler", host: str, port: int) -> None:
     print(banner(scheduler.info, host, port), flush=True)
+    _later(scheduler.tokenizer)
+
+
+def _later(tokenizer: "Tokenizer") -> None:
+    """What the first answer in a form would wait for, once those who waited for the start have their first token."""
+    from tinyloop.constraint import prepare
+
+    timer = threading.Timer(PREPARE_S, prepare, [tokenizer])
+    timer.daemon = True
+    timer.start()
 
 
 def banner(info: "ModelInfo", host: str, port: int) -> str:

@@ -110,10 +110,6 @@ class Engine:
             Model.load(path_or_name, dtype=dtype, weights=weights, kv_memory=kv_memory), default_loops=default_loops
         )
 
-    def commit_memory(self) -> None:
-        """Take the whole KV budget from the system, before there is anything in it."""
-        self.runner.kv.commit()
-
     @property
     def info(self) -> ModelInfo:
         config, dtype = self.model.config, str(self.model.stack.dtype).removeprefix("torch.")

@@ -216,19 +216,22 @@ def test_attention_of_a_segment_does_not_depend_on_its_neighbours(level: str, dt
 
 @many
 @given(
-    rows=st.integers(1, 70), sizes=st.tuples(st.integers(1, 300), st.integers(1, 300)), added=st.booleans(),
-    seed=st.integers(0, 99),
+    dtype=DTYPES, rows=st.integers(1, 70), sizes=st.tuples(st.integers(1, 300), st.integers(1, 300)),
+    added=st.booleans(), biased=st.booleans(), seed=st.integers(0, 99),
 )  # fmt: skip
-def test_products_of_few_rows(level: str, rows: int, sizes: tuple[int, int], added: bool, seed: int) -> None:
+def test_products(
+    level: str, dtype: torch.dtype, rows: int, sizes: tuple[int, int], added: bool, biased: bool, seed: int
+) -> None:
     torch.manual_seed(seed)
-    weight = torch.randn(sizes).bfloat16()
-    linear = Linear(weight)
+    weight, bias = torch.randn(sizes).to(dtype), torch.randn(sizes[0]).to(dtype) if biased else None
+    linear = Linear(weight, bias)
     assert linear.native
-    x, more = torch.randn(rows, weight.shape[1]).bfloat16(), torch.randn(rows, weight.shape[0]).bfloat16()
-    exact = x.float() @ weight.float().T + (more.float() if added else 0)
+    x, more = torch.randn(rows, sizes[1]).to(dtype), torch.randn(rows, sizes[0]).to(dtype)
+    exact = x.double() @ weight.double().T + (more.double() if added else 0) + (0 if bias is None else bias.double())
     got = linear(x, more if added else None)
-    bound = 2**-7 * (weight.shape[1] ** 0.5 / 4 + exact.abs())
-    assert bool(((got.float() - exact).abs() <= bound).all())
+    bound = 2**-7 if dtype == torch.bfloat16 else 1e-6
+    terms = x.double().abs() @ weight.double().abs().T  # what a sum was made of
+    assert bool(((got.double() - exact).abs() <= bound * (1 + exact.abs()) + 1e-6 * terms).all())
     alone = torch.cat([linear(x[i : i + 1], more[i : i + 1] if added else None) for i in range(rows)])
     assert torch.equal(got, alone), "a row depends on its neighbours"
 

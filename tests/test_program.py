@@ -41,13 +41,13 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> list[Program]:
     return ran
 
 
-@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize(("dtype", "int8"), [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float32, False)])
 @pytest.mark.parametrize("model_type", ["ouro", "llama", "retrofit", "hrm_text"])
 def test_programs_equal_their_layers(
-    model_type: str, int8: bool, programs: list[Program], monkeypatch: pytest.MonkeyPatch
+    model_type: str, dtype: torch.dtype, int8: bool, programs: list[Program], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changes = CHANGES.get(model_type, {"model_type": model_type})
-    model = model_of(int8=int8, **changes)
+    model = model_of(int8=int8, dtype=dtype, **changes)
     prompts = [[i % 250 for i in range(start, start + size)] for start, size in ((1, 40), (90, 1), (7, 133), (3, 17))]
     most = model.config.max_loops
     depths = [1, most, min(2, most), max(1, most - 1)]
@@ -77,8 +77,8 @@ def test_what_is_more_than_kernels_runs_layer_by_layer(
     assert set(model.stack._programs.values()) == {None}
 
 
-def test_float32_runs_layer_by_layer(programs: list[Program]) -> None:
-    model_of("ouro", dtype=torch.float32).generate([1, 2, 3], max_new_tokens=3, sampling=GREEDY)
+def test_float16_runs_layer_by_layer(programs: list[Program]) -> None:
+    model_of("ouro", dtype=torch.float16).generate([1, 2, 3], max_new_tokens=3, sampling=GREEDY)
     assert not programs
 
 

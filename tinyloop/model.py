@@ -3,7 +3,9 @@
 Knows no HTTP and no asyncio. One thread at a time.
 """
 
+import ctypes
 import os
+import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -95,7 +97,10 @@ class Model:
         source = Weights(checkpoint, pick_dtype(dtype), pick_device(device), pick_int8(weights))
         stack = LoopedStack(family, config, source)
         checkpoint.finish()
-        return cls(checkpoint.name, stack, checkpoint.tokenizer, kv_memory=kv_memory)
+        name, tokenizer = checkpoint.name, checkpoint.tokenizer
+        del checkpoint, source  # the files are closed before there is memory for keys and values
+        _give_back_freed()
+        return cls(name, stack, tokenizer, kv_memory=kv_memory)
 
     def generate(
         self,
@@ -301,6 +306,12 @@ def _token_ids(prompt: Sequence[int]) -> list[int]:
         return list(map(index, tokens))
     except TypeError:
         raise RequestError("prompt", f"prompt must be text or whole token ids, got {shown(prompt)}") from None
+
+
+def _give_back_freed() -> None:
+    """To the system: what loading took for a moment lies scattered over the heap. Only glibc does it when asked."""
+    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
+        trim(0)
 
 
 def pick_dtype(name: str) -> torch.dtype:

@@ -1,8 +1,8 @@
 """Linear layers, with weights reordered once for the processor where that is possible.
 
-In bfloat16 on a CPU: for our own kernel where it is built, else for the matrix unit through torch. Reordered weights
-run about twice as fast as `torch.nn.functional.linear`, and our own kernel again up to twice as fast for few rows. In
-int8 half the bytes are read.
+In float32 and bfloat16 on a CPU: for our own kernels where they are built, whose rows never change one another's bits.
+Else in bfloat16 for the matrix unit through torch: about twice as fast as `torch.nn.functional.linear`, and our own
+kernel again up to twice as fast for few rows. In int8 half the bytes are read.
 """
 
 import torch
@@ -40,7 +40,7 @@ class Linear:
 
     def note(self, x: Symbol, added: Tensor | None) -> Tensor:
         """Add this product to a program."""
-        if not self.native or self.bias is not None or self.in_features % native.SIDE:
+        if not self.native or self.bias is not None or native.missing_inputs(self.weight.dtype, self.in_features):
             raise NotRecordable
         facts = self.weight, self.out_features, self.in_features
         return x.recorder.note("linear", self.out_features, (x, added), *facts)

@@ -41,8 +41,8 @@ class PagedKV:
 
     `layer` counts the layers inside a page. `states` [num_pages, page_size, state_size] lies beside the first page of
     each core plane: what the tokens' states were after that loop, from where a prefix can be deepened. Memory is
-    zeroed: a masked key weighs nothing only if it is a number. The system hands zeros out lazily, so a large budget
-    costs nothing until it is used, or until `commit`.
+    zeroed: a masked key weighs nothing only if it is a number. Writing the zeros takes all of it from the system at
+    once, so what is used does not grow with what is served.
     """
 
     def __init__(self, config: ModelConfig, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device):
@@ -52,11 +52,6 @@ class PagedKV:
         self.k = torch.zeros(shape, dtype=dtype, device=device)
         self.v = torch.zeros(shape, dtype=dtype, device=device)
         self.states = torch.zeros((num_pages, page_size, config.state_size), dtype=dtype, device=device)
-
-    def commit(self) -> None:
-        """Take all of the memory now: what is used then no longer grows with what is served."""
-        for tensor in (self.k, self.v, self.states):
-            tensor.zero_()
 
     @staticmethod
     def page_bytes(config: ModelConfig, page_size: int, dtype: torch.dtype) -> int:

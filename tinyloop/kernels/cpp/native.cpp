@@ -7,6 +7,7 @@
 
 #include "attention.h"
 #include "cpu.h"
+#include "float.h"
 #include "int8.h"
 #include "linear.h"
 #include "program.h"
@@ -75,6 +76,11 @@ void linear_bf16(const bf16* x, const bf16* packed, const bf16* added, bf16* y, 
   linear(Product{x, packed, added, y, rows, out, in}, threads);
 }
 
+void linear_float(const float* x, const float* packed, const float* added, float* y, long rows, long out, long in,
+                  int threads) {
+  linear(FloatProduct{x, packed, added, y, rows, out, in}, threads);
+}
+
 template <class T>
 void rope_into_pages(const T* q, const T* k, const T* v, long stride, const float* cos, const float* sin,
                      const int64_t* slots, long end, T* turned, T* keys, T* values, long rows, int heads, int kv_heads,
@@ -101,6 +107,7 @@ KERNEL(attention_float32, paged_attention<float>)
 KERNEL(attention_bfloat16, paged_attention<bf16>)
 KERNEL(run_program_float32, tinyloop::run_program<float>)
 KERNEL(run_program_bfloat16, tinyloop::run_program<bf16>)
+KERNEL(linear_float32, linear_float)
 KERNEL(linear_bfloat16, linear_bf16)
 KERNEL(linear_int8_float32, tinyloop::linear_int8<float>)
 KERNEL(linear_int8_bfloat16, tinyloop::linear_int8<bf16>)
@@ -122,6 +129,7 @@ PyMethodDef methods[] = {
     METHOD(attention_bfloat16),
     METHOD(run_program_float32),
     METHOD(run_program_bfloat16),
+    METHOD(linear_float32),
     METHOD(linear_bfloat16),
     METHOD(linear_int8_float32),
     METHOD(linear_int8_bfloat16),

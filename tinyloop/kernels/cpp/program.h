@@ -6,6 +6,7 @@
 #pragma once
 
 #include "attention.h"
+#include "float.h"
 #include "int8.h"
 #include "linear.h"
 #include "rows.h"
@@ -82,7 +83,8 @@ void run_step(const Step& s, const Rows<T>& rows, const Buffers<T>& buffers) {
     case LINEAR:  // a: packed weight, b: out, c: in
       if constexpr (std::is_same_v<T, bf16>)
         return linear(Product{in, (const bf16*)s.a, added, out, rows.count, (long)s.b, (long)s.c}, rows.threads);
-      return;
+      else
+        return linear(FloatProduct{in, (const float*)s.a, added, out, rows.count, (long)s.b, (long)s.c}, rows.threads);
     case LINEAR_INT8:  // a: packed weight, b: out, c: in, d: scales
       return linear_int8(in, (const uint8_t*)s.a, (const float*)s.d, (const T*)added, out, rows.count, s.b, s.c,
                          rows.threads);
