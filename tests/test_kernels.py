@@ -143,7 +143,7 @@ def history(
     dtype=DTYPES,
     segments=st.lists(st.tuples(st.integers(0, 300), st.just(1) | st.integers(1, 90)), min_size=1, max_size=5),
     kv_heads=st.integers(1, 3), shared=st.integers(1, 5), head_dim=st.sampled_from([2, 6, 12, 16, 32, 64, 80, 128]),
-    page_size=st.sampled_from([1, 3, 4, 16]), window=st.sampled_from([0, 1, 7, 64, 100]), seed=st.integers(0, 99),
+    page_size=st.sampled_from([1, 3, 4, 16, 32]), window=st.sampled_from([0, 1, 7, 64, 100]), seed=st.integers(0, 99),
 )  # fmt: skip
 def test_attention_of_mixed_segments(
     level: str, dtype: torch.dtype, segments: list[tuple[int, int]], kv_heads: int, shared: int, head_dim: int,

@@ -15,6 +15,7 @@ from tinyloop.stack import LoopedStack
 pytestmark = pytest.mark.skipif(native.library() is None, reason="the native build is absent")
 CHANGES: dict[str, dict[str, object]] = {
     "retrofit": {"model_type": "llama", "tinyloop": RETROFIT},
+    "square": {"model_type": "llama", "intermediate_size": 64},
     "hrm_text": {"model_type": "hrm_text", "num_key_value_heads": None, "prefix_lm": False, "num_hidden_layers": 2},
 }
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
@@ -42,7 +43,7 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> list[Program]:
 
 
 @pytest.mark.parametrize(("dtype", "int8"), [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float32, False)])
-@pytest.mark.parametrize("model_type", ["ouro", "llama", "retrofit", "hrm_text"])
+@pytest.mark.parametrize("model_type", ["ouro", "llama", "square", "retrofit", "hrm_text"])
 def test_programs_equal_their_layers(
     model_type: str, dtype: torch.dtype, int8: bool, programs: list[Program], monkeypatch: pytest.MonkeyPatch
 ) -> None:

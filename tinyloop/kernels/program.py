@@ -6,7 +6,7 @@ calls themselves, some three hundred in a step of thirty layers, cost a third of
 """
 
 import struct
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
@@ -119,6 +119,7 @@ def record(width: int, run: Callable[[Tensor, Recorder], Tensor]) -> Program | N
 def _placed(recorder: Recorder, first: Symbol, last: Symbol) -> Program:
     """Give every symbol a buffer; one whose last reader has run is free for the next of the same width."""
     ends = {symbol: index for index, (_, _, rows, _) in enumerate(recorder.steps) for symbol in rows if symbol}
+    readers = Counter(symbol for _, _, rows, _ in recorder.steps for symbol in rows)
     places, widths = {first: INPUT, last: OUTPUT}, [first.width, last.width]
     free = defaultdict[int, list[int]](list)
 
@@ -135,6 +136,8 @@ def _placed(recorder: Recorder, first: Symbol, last: Symbol) -> Program:
             places[made] = buffer(made.width)
         read = [NONE if symbol is None else places[symbol] for symbol in (*rows, None)][:2]
         line = [KERNELS.index(kernel), places[made], *read, *facts]
+        if kernel == "silu_mul":  # may become one with what makes its input, if nobody else reads that
+            line.append(int(readers[rows[0]] == 1))
         if kernel == "attend":  # the turned queries need room too, for the time of the step
             line.append(buffer(made.width))
             free[made.width].append(line[-1])

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "common.h"
+#include "rows.h"
 #include "threads.h"
 #include "tiles.h"
 
@@ -52,17 +53,10 @@ struct Product {
 
 #if defined(__AMX_BF16__)
 
-// Tiles 0 to 3 are sums of (16 rows, 16 outputs) blocks, 4 and 5 inputs, 6 and 7 weights.
-inline void write_sums(const Product& p, const float* sums, long row, long column, int rows) {
-  for (int r = 0; r < rows; r++) {
-    p.write(row + r, column, load(sums + r * 32));
-    p.write(row + r, column + 16, load(sums + r * 32 + 16));
-  }
-}
-
-// Up to 32 rows against 32 outputs.
+// Up to 16 rows, or up to 32, against 32 outputs; `sums`: [rows, 32]. Tiles 0 to 3 are sums of (16 rows, 16 outputs), 4
+// and 5 inputs, 6 and 7 weights.
 template <bool BOTH>
-inline void tiles(const Product& p, const bf16* w, long row, long column, int upper, int lower, Ahead ahead) {
+inline void tiles(const Product& p, const bf16* w, long row, Ahead ahead, float* sums) {
   settle();
   _tile_zero(0);
   _tile_zero(1);
@@ -82,30 +76,60 @@ inline void tiles(const Product& p, const bf16* w, long row, long column, int up
       _tile_dpbf16ps(3, 5, 7);
     }
   }
-  alignas(64) float sums[32 * 32];
   _tile_stored(0, sums, 128);
   _tile_stored(1, sums + 16, 128);
   if (BOTH) {
     _tile_stored(2, sums + 16 * 32, 128);
     _tile_stored(3, sums + 16 * 32 + 16, 128);
   }
-  write_sums(p, sums, row, column, upper + lower);
+  settle();
 }
 
 // For few rows memory is what takes long, and a thread looks only so far ahead: short turns leave room for what is asked
 // of memory. For more rows 32 at a time, as each load serves two products.
 constexpr int FEW_ROWS = 48;
 
-inline void columns(const Product& p, long block, Tiles& shape) {
-  const bf16* w = p.packed + block * p.in * SIDE;
+// Sums of all rows with `N` blocks of weights, some at a time: write(first row, rows, their sums [N][rows, 32]).
+template <int N, class F>
+inline void block_sums(const Product& p, const bf16* const (&weights)[N], Tiles& shape, F write) {
   const long height = p.rows <= FEW_ROWS ? 16 : 32, turns = (p.rows + height - 1) / height;
+  alignas(64) float sums[N][32 * 32];
   for (long turn = 0, row = 0; turn < turns; turn++, row += height) {
     int rows = (int)std::min(height, p.rows - row), upper = std::min(16, rows), lower = rows - upper;
-    Ahead ahead(w, p.in * SIDE * sizeof(bf16), turn, turns);
     shape.use(upper, lower);
-    lower ? tiles<true>(p, w, row, block * SIDE, upper, lower, ahead)
-          : tiles<false>(p, w, row, block * SIDE, upper, 0, ahead);
+    for (int n = 0; n < N; n++) {
+      Ahead ahead(weights[n], p.in * SIDE * sizeof(bf16), turn, turns);
+      lower ? tiles<true>(p, weights[n], row, ahead, sums[n]) : tiles<false>(p, weights[n], row, ahead, sums[n]);
+    }
+    write(row, rows, sums);
   }
+}
+
+inline void columns(const Product& p, long block, Tiles& shape) {
+  block_sums<1>(p, {p.packed + block * p.in * SIDE}, shape, [&](long row, int rows, auto& sums) {
+    for (int r = 0; r < rows; r++)
+      for (int n = 0; n < SIDE; n += W) p.write(row + r, block * SIDE + n, load(sums[0] + r * SIDE + n));
+  });
+}
+
+inline vec narrowed(vec v) {
+  bf16 part[W];
+  store(part, v);
+  return load(part);
+}
+
+// silu(gate) * up, where the first half of the outputs are gates and the second what they open; y: [rows, out / 2]. As
+// good as one after the other to the bit.
+inline void gated_columns(const Product& p, long block, Tiles& shape) {
+  const long half = p.out / 2;
+  const bf16* gates = p.packed + block * p.in * SIDE;
+  block_sums<2>(p, {gates, gates + half * p.in}, shape, [&](long row, int rows, auto& sums) {
+    for (int r = 0; r < rows; r++)
+      for (int n = 0; n < SIDE; n += W) {
+        vec gate = narrowed(load(sums[0] + r * SIDE + n)), up = narrowed(load(sums[1] + r * SIDE + n));
+        store(p.y + (row + r) * half + block * SIDE + n, gated(gate, up));
+      }
+  });
 }
 
 #else
@@ -204,5 +228,14 @@ inline void linear(const Product& p, int threads) {
     return [&, tiles = Tiles()](long block) mutable { columns(p, block, tiles); };
   });
 }
+
+#if defined(__AMX_BF16__)
+// Outputs must be a multiple of 64.
+inline void gated_linear(const Product& p, int threads) {
+  parallel_workers(threads, p.out / 2 / SIDE, [&] {
+    return [&, tiles = Tiles()](long block) mutable { gated_columns(p, block, tiles); };
+  });
+}
+#endif
 
 }  // namespace tinyloop

@@ -78,7 +78,7 @@ void run_step(const Step& s, const Rows<T>& rows, const Buffers<T>& buffers) {
       std::memcpy(&eps, &s.c, sizeof eps);
       return rms_norm(in, (const T*)s.a, (const T*)added, out, rows.count, (int)s.b, eps, rows.threads);
     }
-    case SILU_MUL:  // a: size
+    case SILU_MUL:  // a: size, b: whether nothing else reads what comes in
       return silu_mul(in, out, rows.count, (int)s.a, rows.threads);
     case LINEAR:  // a: packed weight, b: out, c: in
       if constexpr (std::is_same_v<T, bf16>)
@@ -95,6 +95,22 @@ void run_step(const Step& s, const Rows<T>& rows, const Buffers<T>& buffers) {
   }
 }
 
+// A product and the activation of it in one, where that can be; false if not.
+template <class T>
+bool run_both(const Step& s, const Step& next, const Rows<T>& rows, const Buffers<T>& buffers) {
+#if defined(__AMX_BF16__)
+  if constexpr (std::is_same_v<T, bf16>) {
+    bool product = s.kernel == LINEAR && s.added < 0 && s.b % (2 * SIDE) == 0;
+    bool activation = next.kernel == SILU_MUL && next.in == s.out && next.b;
+    if (!product || !activation || next.out == s.in) return false;  // what is read must not be written yet
+    gated_linear(Product{buffers[s.in], (const bf16*)s.a, nullptr, buffers[next.out], rows.count, (long)s.b, (long)s.c},
+                 rows.threads);
+    return true;
+  }
+#endif
+  return false;
+}
+
 template <class T>
 void run_program(const Step* steps, long count, const int64_t* widths, long buffers, T* in, T* out, long rows,
                  const float* cos, const float* sin, const int64_t* slots, const int64_t* pages, long planes, long blocks,
@@ -105,7 +121,10 @@ void run_program(const Step* steps, long count, const int64_t* widths, long buff
   check_spans(spans, segments, rows, blocks, page_size);
   Rows<T> all{rows, cos, sin, slots, pages, blocks, spans, segments, keys, values, layer, page_size, threads};
   Buffers<T> memory(widths, buffers, rows, in, out);
-  for (const Step* s = steps; s < steps + count; s++) run_step(*s, all, memory);
+  for (const Step* s = steps; s < steps + count; s++) {
+    bool both = s + 1 < steps + count && run_both(s[0], s[1], all, memory);
+    both ? (void)s++ : run_step(*s, all, memory);
+  }
 }
 
 }  // namespace tinyloop

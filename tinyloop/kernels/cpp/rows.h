@@ -32,6 +32,8 @@ void rms_norm(const T* x, const T* weight, const T* added, T* out, long rows, in
   });
 }
 
+inline vec gated(vec gate, vec up) { return gate / (1.0f + exponential(-gate)) * up; }
+
 // out = silu(gate) * up of rows [gate | up], each n wide
 template <class T>
 void silu_mul(const T* gate_up, T* out, long rows, int n, int threads) {
@@ -39,8 +41,7 @@ void silu_mul(const T* gate_up, T* out, long rows, int n, int threads) {
     for (long r = first; r < last; r++) {
       const T *gate = gate_up + r * 2 * n, *up = gate + n;
       strips(n, [&](int i, int w) {
-        vec g = load(gate + i, w);
-        store(out + r * n + i, g / (1.0f + exponential(-g)) * load(up + i, w), w);
+        store(out + r * n + i, gated(load(gate + i, w), load(up + i, w)), w);
       });
     }
   });
