@@ -5,6 +5,7 @@ tinyloop serve smollm2 --port 8000
 tinyloop generate "The capital of France is" --loops 2
 """
 
+import gc
 import json
 import math
 import re
@@ -194,6 +195,7 @@ def run_server(scheduler: "Scheduler", settings: "Settings", address: socket.soc
     config = uvicorn.Config(app, http=patient(settings), log_level="warning", timeout_graceful_shutdown=CLOSE_S)
     server = DrainingServer(config, scheduler, settings.drain_timeout_s, on_start=partial(_greet, scheduler))
     app.state.start_drain = server.start_drain
+    gc.freeze()  # what is there now stays: the collector need not look through all of torch between two tokens
     server.run(sockets=[address])
 
 

@@ -227,11 +227,12 @@ def test_products(
     linear = Linear(weight, bias)
     assert linear.native
     x, more = torch.randn(rows, sizes[1]).to(dtype), torch.randn(rows, sizes[0]).to(dtype)
-    exact = x.double() @ weight.double().T + (more.double() if added else 0) + (0 if bias is None else bias.double())
+    exact = x.double() @ weight.double().T + (more.double() if added else 0)
+    whole = exact if bias is None else exact + bias.double()  # rounded before and after
     got = linear(x, more if added else None)
     bound = 2**-7 if dtype == torch.bfloat16 else 1e-6
     terms = x.double().abs() @ weight.double().abs().T  # what a sum was made of
-    assert bool(((got.double() - exact).abs() <= bound * (1 + exact.abs()) + 1e-6 * terms).all())
+    assert bool(((got.double() - whole).abs() <= bound * (1 + exact.abs() + whole.abs()) + 1e-6 * terms).all())
     alone = torch.cat([linear(x[i : i + 1], more[i : i + 1] if added else None) for i in range(rows)])
     assert torch.equal(got, alone), "a row depends on its neighbours"
 

@@ -240,7 +240,7 @@ struct Block {
   template <class S>
   void soften(long from, long to, S* weights) {
     long tile = from / TILE * TILE;
-    const vec scale = splat(1.0f / std::sqrt((float)pages.head_dim));
+    const vec scale = splat(1.0f / std::sqrt((float)pages.head_dim)), twos = scale * LOG2_E;
     for (int first = 0; first < rows(); first += W) {
       const int count = std::min(W, rows() - first);
       vec lines[W];
@@ -262,7 +262,11 @@ struct Block {
       for (int m = first; m < first + count; m++) {
         const float* s = room.scores.data() + m * TILE;
         for (int i = 0; i < TILE; i += W) {
-          vec e = exponential(load(s + i) * scale - room.base[m]);
+          vec e;
+          if constexpr (std::is_same_v<S, bf16>)
+            e = rough_power(load(s + i) * twos - room.base[m] * LOG2_E);
+          else
+            e = exponential(load(s + i) * scale - room.base[m]);
           store(weights + m * TILE + i, e);
           lines[m - first] += e;
         }

@@ -157,12 +157,14 @@ inline float largest(vec v) {
   return reduce(v, [](auto a, auto b) { return a > b ? a : b; });
 }
 
+constexpr float LOG2_E = 1.44269504f;
+
 // e^x to about 2 ulp, infinite above 89; exactly 0 below -87, so a masked score weighs nothing (and nothing is denormal,
 // which is slow).
 #if defined(__AVX512F__)
 inline vec exponential(vec x) {
   __m512 bounded = _mm512_min_ps(_mm512_set1_ps(128.0f), _mm512_max_ps(_mm512_set1_ps(-87.0f), (__m512)x));
-  __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(bounded, _mm512_set1_ps(1.44269504f)), 0);
+  __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(bounded, _mm512_set1_ps(LOG2_E)), 0);
   vec r = (vec)bounded - (vec)n * 0.693359375f + (vec)n * 2.12194440e-4f;
   vec p = splat(1.9875691500e-4f);
   for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
@@ -171,12 +173,22 @@ inline vec exponential(vec x) {
   __mmask16 seen = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-87.0f), _CMP_NLT_UQ);
   return (vec)_mm512_maskz_scalef_ps(seen, (__m512)p, n);
 }
+
+// 2^x within 1e-4 of it, for what is rounded to bfloat16 anyway; x <= 0, and exactly 0 below -126.
+inline vec rough_power(vec x) {
+  __m512 bounded = _mm512_max_ps(_mm512_set1_ps(-126.0f), (__m512)x);
+  __m512 n = _mm512_roundscale_ps(bounded, 0);
+  vec f = (vec)bounded - (vec)n, p = splat(0.05517165f);
+  for (float c : {0.24261138f, 0.69326101f, 0.99992806f}) p = p * f + c;
+  __mmask16 seen = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
+  return (vec)_mm512_maskz_scalef_ps(seen, (__m512)p, n);
+}
 #else
 inline vec exponential(vec x) {
   vec bounded = x < -87.0f ? splat(-87.0f) : x;
   bounded = bounded > 88.0f ? splat(88.0f) : bounded;
   const vec magic = splat(12582912.0f);  // adding 1.5 * 2^23 rounds to a whole number
-  vec n = (bounded * 1.44269504f + magic) - magic;
+  vec n = (bounded * LOG2_E + magic) - magic;
   vec r = bounded - n * 0.693359375f + n * 2.12194440e-4f;
   vec p = splat(1.9875691500e-4f);
   for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})

@@ -97,7 +97,8 @@ void run_step(const Step& s, const Rows<T>& rows, const Buffers<T>& buffers) {
 
 // A product and the activation of it in one, where that can be; false if not.
 template <class T>
-bool run_both(const Step& s, const Step& next, const Rows<T>& rows, const Buffers<T>& buffers) {
+bool run_both([[maybe_unused]] const Step& s, [[maybe_unused]] const Step& next, [[maybe_unused]] const Rows<T>& rows,
+              [[maybe_unused]] const Buffers<T>& buffers) {
 #if defined(__AMX_BF16__)
   if constexpr (std::is_same_v<T, bf16>) {
     bool product = s.kernel == LINEAR && s.added < 0 && s.b % (2 * SIDE) == 0;
