@@ -197,6 +197,8 @@ inline vec exponential(vec x) {
   vec power = (vec)((__builtin_convertvector(n, ivec) + 127) << 23);
   return x < -87.0f ? splat(0.0f) : p * power;
 }
+
+inline vec rough_power(vec x) { return exponential(x / LOG2_E); }
 #endif
 
 #if defined(__AVX512F__)
