@@ -41,12 +41,16 @@ def reciting(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Callable[[str],
     def recite(text: str) -> AbstractAsyncContextManager[Any]:
         script = [*engine.tokenizer.encode(text), END]
 
-        def choose(self: Sampler, logits: Logits) -> tuple[int, Logprobs | None]:
+        def take(self: Sampler, *_: float) -> int:
             token = script[min(self._answer.total(), len(script) - 1)]
             self._answer[token] += 1
-            count = self.params.logprobs
+            return token
+
+        def choose(self: Sampler, logits: Logits) -> tuple[int, Logprobs | None]:
+            token, count = take(self), self.params.logprobs
             return token, None if count is None else logprobs_of(logits, token, count)
 
+        monkeypatch.setattr(Sampler, "take", take)
         monkeypatch.setattr(Sampler, "choose", choose)
         return served(engine)
 
