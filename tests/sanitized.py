@@ -17,7 +17,7 @@ tinyloop.kernels.__path__.insert(0, sys.argv.pop(1))
 from tinyloop.kernels import native
 assert native.library().__file__.startswith(tinyloop.kernels.__path__[0]), native.library()
 import pytest
-sys.exit(pytest.main(["-p", "no:cacheprovider", *sys.argv[1:]]))
+sys.exit(pytest.main(["-p", "no:cacheprovider", "--capture=sys", *sys.argv[1:]]))  # a report ends the process at once
 """
 
 
