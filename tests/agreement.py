@@ -17,6 +17,7 @@ from tinyloop.model import Generation, Model
 from tinyloop.models.family import Weights
 from tinyloop.models.registry import family_of
 from tinyloop.plan import make_plan
+from tinyloop.sequence import Lease
 from tinyloop.stack import LoopedStack
 
 LOGGED = tl.SamplingParams(temperature=0, ignore_eos=True, logprobs=20)
@@ -153,6 +154,17 @@ def windows_agree(case: Case) -> None:
         assert model.runner.pool.free == model.runner.pool.num_pages
 
 
+def finish(model: Model, lease: Lease, moment: int) -> None:
+    """Run a request to its end. At one moment it gives everything back and goes on."""
+    for step in range(200):
+        if lease.finish_reason:
+            break
+        if step == moment:
+            model.runner.suspend(lease)
+            assert model.runner.resume(lease)
+        model.runner.step(model.runner.ready())
+
+
 def a_yield_changes_nothing(case: Case) -> None:
     """At one moment a request gives everything back and goes on; where it is computed again, it comes out the same."""
     loops = case.depths[0]
@@ -161,13 +173,7 @@ def a_yield_changes_nothing(case: Case) -> None:
         lease = model.runner.admit(PROMPT, make_plan(model.config, loops=loops), max_new_tokens=8, sampling=LOGGED,
                                    pool=pool)  # fmt: skip
         assert lease is not None
-        for step in range(200):
-            if lease.finish_reason:
-                break
-            if step == moment:
-                model.runner.suspend(lease)
-                assert model.runner.resume(lease)
-            model.runner.step(model.runner.ready())
+        finish(model, lease, moment)
         expected = case.expected(lease.tokens, len(PROMPT), loops)[len(PROMPT) - 1 : -1]
         assert lease.tokens[len(PROMPT) :] == expected.argmax(-1).tolist(), moment
         model.runner.release(lease)

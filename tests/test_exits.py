@@ -8,7 +8,7 @@ import torch
 
 import tinyloop as tl
 from tests import huginn_reference
-from tests.agreement import PROMPT, Case
+from tests.agreement import PROMPT, Case, finish
 from tests.test_families import LOOPED, WHOLE, case_of
 from tests.tiny_models import GREEDY, tiny_model
 from tinyloop.model import Model
@@ -140,13 +140,7 @@ def test_an_exit_by_distance_survives_a_yield() -> None:
         (calm,) = run(model, [(PROMPT, plan)])
         lease = model.runner.admit(PROMPT, plan, max_new_tokens=8, sampling=GREEDY)
         assert lease is not None
-        for step in range(200):
-            if lease.finish_reason:
-                break
-            if step == moment:
-                model.runner.suspend(lease)
-                assert model.runner.resume(lease)
-            model.runner.step(model.runner.ready())
+        finish(model, lease, moment)
         assert (lease.tokens, lease.depths) == (calm.tokens, calm.depths)
         assert len({*calm.depths}) > 1
         model.runner.release(lease)

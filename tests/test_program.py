@@ -67,7 +67,13 @@ def test_programs_equal_their_layers(
 
 @pytest.mark.parametrize(
     ("model_type", "changes"),
-    [("qwen3", {}), ("llama", {"hidden_size": 48}), ("llama", {"head_dim": 1056}), ("qwen2", {})],
+    [
+        ("qwen3", {}),
+        ("llama", {"hidden_size": 48}),
+        ("llama", {"head_dim": 1056}),
+        ("qwen2", {}),
+        ("iquestloopcoder", {"loop_num": 2, "loop_window_size": 5}),  # its layers look at the loop
+    ],
 )
 def test_what_is_more_than_kernels_runs_layer_by_layer(
     model_type: str, changes: dict[str, object], programs: list[Program]

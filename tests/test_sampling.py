@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tinyloop.errors import RequestError
-from tinyloop.sampling import Sampler, SamplingParams, logprobs_of
+from tinyloop.sampling import Sampler, SamplingParams, drawn_of, logprobs_of
 
 rows = st.lists(st.floats(-20, 20, width=32), min_size=2, max_size=40).map(lambda row: np.array(row, np.float32))
 
@@ -39,6 +39,18 @@ def test_greedy_takes_the_largest(logits: np.ndarray) -> None:
 def test_only_a_sampler_that_looks_at_nothing_else_is_plain(more: dict[str, Any]) -> None:
     assert SamplingParams(temperature=0).plain
     assert not SamplingParams(**{"temperature": 0, **more}).plain
+
+
+@given(st.integers(1, 1500), st.floats(0, 1, exclude_max=True), st.floats(0, 1), st.integers(0, 99))
+def test_a_draw_falls_where_the_running_sum_passes_it(size: int, uniform: float, empty: float, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    weights = np.where(rng.random(size) < empty, 0, rng.exponential(size=size)).astype(np.float32)
+    weights[rng.integers(size)] = 1
+    token = drawn_of(weights, uniform)
+    ends = weights.cumsum(dtype=np.float64)
+    slack = 1e-12 * ends[-1]
+    assert weights[token] > 0
+    assert ends[token] - weights[token] - slack <= uniform * ends[-1] <= ends[token] + slack
 
 
 @given(rows, st.floats(0.05, 5), st.floats(0.01, 1), st.integers(0, 5), st.floats(0, 1), st.integers())
@@ -120,6 +132,8 @@ def test_logits_that_are_not_numbers_are_an_error() -> None:
         Sampler(SamplingParams(temperature=0)).choose(np.array([1, math.nan], np.float32))
     with pytest.raises(FloatingPointError):
         Sampler(SamplingParams(temperature=0)).take(1, math.nan)
+    with pytest.raises(FloatingPointError):
+        Sampler(SamplingParams()).choose(np.array([1, math.nan], np.float32))
 
 
 @pytest.mark.parametrize(

@@ -8,14 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from tinyloop.config import ExitSignal, ModelConfig, Rotary
-from tinyloop.kernels.program import Program, Recorder, record
+from tinyloop.kernels.program import Program, Recorder, Symbol, record
 from tinyloop.layers import At, Rope
 
 if TYPE_CHECKING:
@@ -129,9 +129,10 @@ class LoopedStack:
         heads, kv_heads = self.config.num_heads, self.config.num_kv_heads
 
         def run(h: Tensor, recorder: Recorder) -> Tensor:
+            loops = cast(Tensor, Symbol(recorder, 1))  # a layer that asks for the loop is not the same in each
             for index in layers:
                 attend = partial(recorder.attend, ropes[0], *self.config.layout.place(index), heads, kv_heads)
-                h = self.layers[index](h, At(ropes, nothing), attend)
+                h = self.layers[index](h, At(ropes, loops), attend)
             return h
 
         return record(self.config.hidden_size, run)
