@@ -14,8 +14,8 @@
 
 namespace tinyloop {
 
-constexpr int TILE = 4 * W;        // keys
-constexpr int BLOCK = 144;         // query rows times the heads that share a key head, about
+constexpr int TILE = 4 * W;       // keys
+constexpr int BLOCK = 144;        // query rows times the heads that share a key head, about
 constexpr int FEW = 4;            // query rows that are not worth rearranging keys for
 constexpr int LARGEST_HEAD = 1024;
 constexpr float NOWHERE = -INFINITY;
